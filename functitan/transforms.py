@@ -7,12 +7,14 @@ activation checkpointing, custom operators, DTensors and graph capture. ``torch.
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import optree
 import torch
+import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
 
@@ -187,10 +189,26 @@ def remat(fun: Callable) -> Callable:
         if not torch.is_grad_enabled() or _functorch.inside_transform():
             return fun(*args, **kwargs)  # nothing to save, or torch.func, whose tensors checkpoint cannot hook
         return torch.utils.checkpoint.checkpoint(
-            fun, *args, use_reentrant=False, preserve_rng_state=False, **kwargs
+            _marked(fun), *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )
 
     return wrapped
+
+
+_remat_count = itertools.count(1)
+
+
+def _marked(fun: Callable) -> Callable:
+    """``fun`` that marks what it does on every run but the first, so that no graph pass merges the two again."""
+    runs = itertools.count()
+
+    def run(*args: Any, **kwargs: Any):
+        if next(runs) == 0:
+            return fun(*args, **kwargs)
+        with fx_traceback.annotate({"remat": next(_remat_count)}):
+            return fun(*args, **kwargs)
+
+    return run
 
 
 def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, reverse: bool = False) -> tuple[Any, Any]:

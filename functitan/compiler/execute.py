@@ -1,0 +1,108 @@
+"""Turns a captured graph into a Python function with nothing in its way.
+
+One line a node, operators bound once, every value dropped at its last use, and the inputs taken from a list that is emptied: the
+function holds the only reference to what was donated to it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import linecache
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+_names = itertools.count()
+
+
+def compile_graph(module: GraphModule) -> tuple[Callable[[list[Tensor]], list[Any]], str]:
+    """``(run, source)``: ``run(inputs)`` empties the list ``inputs`` and gives the graph's outputs as a list."""
+    constants: dict[str, Any] = {}
+    lines = ["def run(inputs):"]
+    last_uses = _last_uses(module)
+    names = [node.name for node in module.graph.nodes if node.op == "placeholder"]
+    if names:
+        lines.append(f"    {', '.join(names)}, = inputs")
+    lines.append("    inputs.clear()")
+    if unused := [name for name in names if name in last_uses.get(None, ())]:
+        lines.append(f"    del {', '.join(unused)}")
+    for node in module.graph.nodes:
+        if node.op == "get_attr":
+            constants[node.name] = _attribute(module, node.target)
+        elif node.op == "call_function":
+            lines.append(f"    {node.name} = {_call(node, constants)}{_comment(node)}")
+            if dead := last_uses.get(node, ()):
+                lines.append(f"    del {', '.join(dead)}")
+        elif node.op == "output":
+            lines.append(f"    return {_text(list(node.args[0]), constants)}")
+    source = "\n".join(lines) + "\n"
+    filename = f"<functitan graph {next(_names)}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = dict(constants)
+    exec(compile(source, filename, "exec"), namespace)
+    return namespace["run"], source
+
+
+def _call(node: Node, constants: dict[str, Any]) -> str:
+    if node.target is operator.getitem:
+        return f"{_text(node.args[0], constants)}[{node.args[1]!r}]"
+    function = node.target
+    if isinstance(function, torch._ops.OpOverload):
+        name = f"{function.namespace}_{function.overloadpacket.__name__}_{function._overloadname}"
+    else:
+        name = getattr(function, "__name__", "function")
+    if constants.setdefault(name, function) is not function:
+        name = f"{name}_{id(function)}"
+        constants[name] = function
+    arguments = [_text(a, constants) for a in node.args] + [f"{k}={_text(v, constants)}" for k, v in node.kwargs.items()]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _text(argument: Any, constants: dict[str, Any]) -> str:
+    if isinstance(argument, Node):
+        return argument.name
+    if isinstance(argument, (list, tuple)):
+        return "[" + ", ".join(_text(a, constants) for a in argument) + "]"
+    if argument is None or type(argument) in (bool, int, str) or (type(argument) is float and argument - argument == 0):
+        return repr(argument)
+    name = f"const_{type(argument).__name__}_{len(constants)}"
+    for known, value in constants.items():
+        if value is argument:
+            return known
+    constants[name] = argument
+    return name
+
+
+def _comment(node: Node) -> str:
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        return ""
+    region = (node.meta.get("custom") or {}).get("remat")
+    shape = ", ".join(map(str, val.shape))
+    return f"  # {str(val.dtype).removeprefix('torch.')}[{shape}]" + (" (remat)" if region else "")
+
+
+def _last_uses(module: GraphModule) -> dict[Node | None, list[str]]:
+    """The names that die behind each node; under None, the inputs that nobody reads."""
+    seen: set[Node] = set()
+    dead: dict[Node | None, list[str]] = {}
+    for node in reversed(module.graph.nodes):
+        if node.op == "call_function" and node not in seen:
+            seen.add(node)
+            dead.setdefault(node, []).append(node.name)  # its own result, unread
+        if node.op == "placeholder" and node not in seen:
+            dead.setdefault(None, []).append(node.name)
+        for source in node.all_input_nodes:
+            if source not in seen:
+                seen.add(source)
+                if node.op != "output" and source.op != "get_attr":
+                    dead.setdefault(node, []).append(source.name)
+    return dead
+
+
+def _attribute(module: GraphModule, target: str) -> Any:
+    return operator.attrgetter(target)(module)

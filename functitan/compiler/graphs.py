@@ -1,0 +1,46 @@
+"""Small questions that every pass asks of a captured graph."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+
+def is_op(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload)
+
+
+def is_pure(node: Node) -> bool:
+    """True if the node can be dropped, merged or moved: it neither writes nor draws at random."""
+    if node.target is operator.getitem:
+        return True
+    return is_op(node) and not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+
+
+def value(node: Node) -> Tensor | None:
+    """The fake tensor of a node, or None if it yields several (or none)."""
+    val = node.meta.get("val")
+    return val if isinstance(val, Tensor) else None
+
+
+def storages(node: Node) -> set[int]:
+    """The buffers a node's results live in; a view has those of its base."""
+    vals = node.meta.get("val")
+    vals = vals if isinstance(vals, (list, tuple)) else (vals,)
+    return {x.untyped_storage()._cdata for x in vals if isinstance(x, Tensor)}
+
+
+def placeholders(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "placeholder"]
+
+
+def outputs(graph: Graph) -> list[Node | object]:
+    return list(graph.output_node().args[0])
+
+
+def ops(graph: Graph) -> Iterator[Node]:
+    return (node for node in graph.nodes if node.op == "call_function")

@@ -1,0 +1,276 @@
+"""``jit``: a pure function of trees, captured into one graph on its first call for these shapes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import attrs
+import numpy as np
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from functitan import _functorch, tree
+from functitan.compiler import donation, passes
+from functitan.compiler.capture import capture, is_capturing
+from functitan.compiler.execute import compile_graph
+from functitan.compiler.passes import inductor as inductor_pass
+
+if TYPE_CHECKING:
+    from functitan.compiler.plan import Plan
+
+log = logging.getLogger("functitan.jit")
+
+_MANY_CAPTURES = 8
+_enabled = True
+
+
+@contextmanager
+def disable_jit() -> Iterator[None]:
+    """Within it every jitted function runs as the plain function it was made from (nothing is donated)."""
+    global _enabled
+    before, _enabled = _enabled, False
+    try:
+        yield
+    finally:
+        _enabled = before
+
+
+@attrs.frozen(eq=False)
+class Captured:
+    """One captured graph of a jitted function.
+
+    Attributes:
+        graph: the FX graph after all passes.
+        source: the Python text that runs (or, with Inductor, the graph that it compiled).
+        reason: why it was captured: ``first call``, or what differs from the capture before.
+        seconds: what capturing and compiling took.
+        donated: which of the traced inputs may be overwritten.
+    """
+
+    graph: GraphModule
+    source: str
+    reason: str
+    seconds: float
+    donated: tuple[int, ...]
+    run: Callable[[list[Tensor]], list[Any]] = attrs.field(repr=False)
+    pack: Callable[[list[Any]], Any] = attrs.field(repr=False)
+
+
+def jit(
+    fun: Callable,
+    plan: Plan | None = None,
+    *,
+    donate: Sequence[str] = (),
+    passes: Sequence[str] = passes.DEFAULT,  # noqa: A002
+    inductor: bool = False,
+) -> JitFunction:
+    """Captures ``fun`` into one graph for the shapes of its arguments, and runs that.
+
+    Args:
+        fun: pure; its arguments and results are trees. Tensors (and numpy arrays) are traced; every other leaf is static: the graph
+            holds its value, and another value means another capture.
+        plan: where the arguments live. None, or the plan of one device.
+        donate: names of arguments whose memory the results may reuse. Their tensors cannot be used afterwards.
+        passes: names of the graph passes to run, see ``functitan.compiler.passes``.
+        inductor: compile the graph with TorchInductor (needs a C++ compiler on a CPU).
+
+    Returns:
+        A function with the signature of ``fun``. Its ``captures`` tell what was captured and why. Inside another captured function, under
+        :func:`disable_jit`, and where gradients or torch.func transforms pass through it, it is ``fun`` itself.
+
+    Raises:
+        ValueError: ``donate`` or ``passes`` has an unknown name.
+        CaptureError: (at the call) ``fun`` reads a traced value or has a side effect; names the line.
+    """
+    return JitFunction(fun, plan, tuple(donate), tuple(passes), inductor)
+
+
+class JitFunction:
+    """What :func:`jit` returns."""
+
+    def __init__(
+        self, fun: Callable, plan: Plan | None, donate: tuple[str, ...], pass_names: tuple[str, ...], inductor: bool
+    ) -> None:
+        functools.update_wrapper(self, fun)
+        self.fun = fun
+        self.name = getattr(fun, "__name__", type(fun).__name__)
+        self.signature = inspect.signature(fun)
+        self.passes = passes.check_passes(pass_names)
+        self.inductor = inductor
+        self.donate = donate
+        self._check_donate()
+        if plan is not None and plan.mesh.size != 1:
+            raise ValueError(
+                f"jit({self.name}): the plan's mesh {plan.mesh} needs {plan.mesh.size} devices, and this version runs on one; "
+                "use MeshSpec()"
+            )
+        self._cache: dict[Any, Captured] = {}
+        self._last_key: _Key | None = None
+
+    @property
+    def captures(self) -> list[Captured]:
+        """Every graph captured so far, in order."""
+        return list(self._cache.values())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not _enabled or is_capturing() or _functorch.inside_transform():
+            return self.fun(*args, **kwargs)
+        arguments = self._bind(args, kwargs)
+        leaves, treedef = tree.flatten(arguments)
+        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            return self.fun(*args, **kwargs)  # a graph has no autograd history to give
+        key = _Key(treedef, tuple(_leaf_key(x) for x in leaves), torch.get_default_dtype())
+        captured = self._cache.get(key)
+        if captured is None:
+            captured = self._cache[key] = self._capture(arguments, leaves, treedef, key)
+        inputs = [x for x in leaves if isinstance(x, Tensor)]
+        del leaves
+        if captured.donated:
+            if not donation.are_distinct(inputs, captured.donated):
+                self._refuse_shared(arguments)
+            for i in captured.donated:
+                inputs[i] = donation.take(inputs[i])
+        return captured.pack(captured.run(inputs))
+
+    def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return dict(bound.arguments)
+
+    def _is_donated(self, path: str) -> bool:
+        return path.split("/", 1)[0] in self.donate
+
+    def _refuse_shared(self, arguments: dict[str, Any]) -> None:
+        pairs = [(path, x) for path, x in tree.leaves_with_path(arguments) if isinstance(x, Tensor)]
+        one, other = donation.shared_pair(pairs, self._is_donated)
+        raise ValueError(
+            f"jit({self.name}): cannot donate {one}: {other} lives in the same memory, and would change with it. "
+            "Donate neither, or pass a clone of one of them"
+        )
+
+    def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: _Key) -> Captured:
+        reason = self._reason(arguments, key)
+        started = time.perf_counter()
+        traced = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
+        result: list[tuple[tree.TreeDef, list[Any]]] = []
+
+        def flat_fun(*inputs: Tensor) -> list[Tensor]:
+            filled = list(leaves)
+            for i, x in zip(traced, inputs):
+                filled[i] = x
+            out, out_def = tree.flatten(self._call_bound(tree.unflatten(treedef, filled)))
+            result[:] = [(out_def, [None if isinstance(x, Tensor) else x for x in out])]
+            return [x for x in out if isinstance(x, Tensor)]
+
+        inputs = [leaves[i] for i in traced]
+        graph = capture(flat_fun, inputs, self.name)
+        paths = [path for path, _ in tree.leaves_with_path(arguments)]
+        donated = tuple(n for n, i in enumerate(traced) if self._is_donated(paths[i]))
+        if self.inductor:
+            run, source = inductor_pass.compile_graph(graph, inputs, donated)
+        else:
+            passes.run_passes(graph.graph, donated, self.passes)
+            run, source = compile_graph(graph)
+        out_def, statics = result[0]
+        seconds = time.perf_counter() - started
+        captured = Captured(graph, source, reason, seconds, donated, run, _packer(out_def, statics))
+        level = logging.INFO if not self._cache else logging.WARNING
+        log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, reason)
+        if len(self._cache) + 1 == _MANY_CAPTURES:
+            log.warning("%s has been captured %d times; pass what changes as a tensor", self.name, _MANY_CAPTURES)
+        self._last_key = key
+        return captured
+
+    def _call_bound(self, arguments: dict[str, Any]) -> Any:
+        bound = inspect.BoundArguments(self.signature, arguments)
+        return self.fun(*bound.args, **bound.kwargs)
+
+    def _reason(self, arguments: dict[str, Any], key: _Key) -> str:
+        if self._last_key is None:
+            return "first call"
+        return key.difference(self._last_key, [path for path, _ in tree.leaves_with_path(arguments)])
+
+    def _check_donate(self) -> None:
+        unknown = [name for name in self.donate if name not in self.signature.parameters]
+        if unknown:
+            raise ValueError(
+                f"jit({self.name}): donate names {', '.join(map(repr, unknown))}; "
+                f"its arguments are {', '.join(self.signature.parameters)}"
+            )
+
+
+@attrs.frozen
+class _Key:
+    """All that a captured graph depends on."""
+
+    treedef: tree.TreeDef
+    leaves: tuple[Any, ...]
+    default_dtype: torch.dtype
+
+    def difference(self, old: _Key, paths: list[str]) -> str:
+        if self.treedef != old.treedef:
+            return _structure_change(old, self, paths)
+        changes = [
+            f"{path}: {_describe(before)} -> {_describe(after)}"
+            for path, before, after in zip(paths, old.leaves, self.leaves)
+            if before != after
+        ]
+        if not changes:
+            return f"the default dtype changed from {old.default_dtype} to {self.default_dtype}"
+        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
+        return "; ".join(changes[:3]) + more
+
+
+def _structure_change(old: _Key, new: _Key, paths: list[str]) -> str:
+    before = {path for path, _ in tree.leaves_with_path(tree.unflatten(old.treedef, old.leaves), _is_leaf_key)}
+    gone, come = sorted(before - set(paths)), sorted(set(paths) - before)
+    parts = [f"{verb} {', '.join(names[:3])}" for verb, names in (("lost", gone), ("now have", come)) if names]
+    if parts:
+        return f"the arguments {' and '.join(parts)}"
+    return f"the structure of the arguments changed from {old.treedef} to {new.treedef}"
+
+
+def _is_leaf_key(x: Any) -> bool:
+    return isinstance(x, tuple) and bool(x) and isinstance(x[0], (torch.dtype, type))
+
+
+def _leaf_key(x: Any) -> Any:
+    if isinstance(x, Tensor):
+        return x.dtype, x.shape, x.stride(), x.device
+    try:
+        hash(x)
+    except TypeError as error:
+        raise TypeError(
+            f"jit: a leaf of type {type(x).__name__} is neither a tensor nor hashable, so no graph can be kept for it; "
+            "pass a tensor, a number, a string or a frozen value"
+        ) from error
+    return type(x), x
+
+
+def _describe(leaf_key: tuple) -> str:
+    if isinstance(leaf_key[0], torch.dtype):
+        dtype, shape, stride, device = leaf_key
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}"
+    return repr(leaf_key[1])
+
+
+def _packer(out_def: tree.TreeDef, statics: list[Any]) -> Callable[[list[Any]], Any]:
+    places = [i for i, x in enumerate(statics) if x is None]
+    if len(places) == len(statics):
+        return functools.partial(tree.unflatten, out_def)
+
+    def pack(tensors: list[Any]) -> Any:
+        filled = list(statics)
+        for i, x in zip(places, tensors):
+            filled[i] = x
+        return tree.unflatten(out_def, filled)
+
+    return pack

@@ -1,0 +1,42 @@
+"""The optimisations of a captured graph, by name: each keeps the numbers and can be switched off alone.
+
+A pass takes the graph and the numbers of the donated inputs, and changes the graph in place. The order is the order in which
+they run; ``jit(passes=(…))`` and ``--jit.passes`` choose among the names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+
+from torch.fx import Graph
+
+from functitan.compiler.passes.cse import merge_duplicates
+from functitan.compiler.passes.order import order_by_component
+from functitan.compiler.passes.reuse import reuse_buffers
+
+Pass = Callable[[Graph, Collection[int]], None]
+
+PASSES: dict[str, Pass] = {
+    "cse": merge_duplicates,
+    "order": order_by_component,
+    "reuse": reuse_buffers,
+}
+DEFAULT = tuple(PASSES)
+
+
+def check_passes(names: Sequence[str]) -> tuple[str, ...]:
+    """``names`` in the order in which they run.
+
+    Raises:
+        ValueError: a name that is no pass.
+    """
+    unknown = [name for name in names if name not in PASSES]
+    if unknown:
+        raise ValueError(f"no pass is called {', '.join(map(repr, unknown))}; the passes are {', '.join(PASSES)}")
+    return tuple(name for name in PASSES if name in names)
+
+
+def run_passes(graph: Graph, donated: Collection[int], names: Sequence[str]) -> None:
+    for name in check_passes(names):
+        PASSES[name](graph, donated)
+        graph.lint()

@@ -1,0 +1,76 @@
+"""Compiles a captured graph with TorchInductor; the one file that knows its entry point."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
+
+from functitan.compiler.graphs import outputs, placeholders, value
+
+
+class CompilerError(RuntimeError):
+    """TorchInductor could not compile the graph."""
+
+
+def compile_graph(
+    module: GraphModule, inputs: Sequence[Tensor], donated: Collection[int]
+) -> tuple[Callable[[list[Tensor]], list[Any]], str]:
+    """``(run, source)`` as ``functitan.compiler.execute.compile_graph``, with generated kernels.
+
+    Raises:
+        CompilerError: no C++ compiler, or the graph does not compile; says what Inductor said.
+    """
+    import torch._inductor
+
+    _write_back(module, donated)
+    module.recompile()
+    source = module.code
+    try:
+        with torch.no_grad():
+            compiled = torch._inductor.compile(module, [x.detach() for x in inputs])
+    except Exception as error:  # whatever the compiler stack raises is told with what to do about it
+        raise CompilerError(
+            f"TorchInductor could not compile the step: {type(error).__name__}: {str(error).strip().splitlines()[0]}. "
+            "On a CPU it needs a C++ compiler (g++ on the PATH); without --jit.inductor the captured graph runs as it is"
+        ) from error
+
+    def run(taken: list[Tensor]) -> list[Any]:
+        arguments = list(taken)
+        taken.clear()
+        with torch.no_grad():
+            return list(compiled(*arguments))
+
+    return run, source
+
+
+def _write_back(module: GraphModule, donated: Collection[int]) -> None:
+    """Copies each result into a donated input of its type, which Inductor turns into writing it there."""
+    graph = module.graph
+    free = [node for i, node in enumerate(placeholders(graph)) if i in donated]
+    results = outputs(graph)
+    replaced = []
+    with graph.inserting_before(graph.output_node()):
+        for result in results:
+            home = _home(result, free)
+            if home is not None:
+                free.remove(home)
+                result = home if result is home else graph.call_function(torch.ops.aten.copy_.default, (home, result))
+            replaced.append(result)
+    graph.output_node().args = (replaced,)
+
+
+def _home(result: Any, free: list[Node]) -> Node | None:
+    if not isinstance(result, Node) or value(result) is None:
+        return None
+    if result.op == "placeholder":
+        return result if result in free else None
+    x = value(result)
+    for node in free:
+        y = value(node)
+        if (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device):
+            return node
+    return None

@@ -1,0 +1,99 @@
+"""Runs the optimizer parameter by parameter instead of operator by operator.
+
+An optimizer written as ``tree.map`` after ``tree.map`` is traced with all first moments, then all second moments, then all updates:
+its temporaries for the whole model are alive at once. Here the tail of the graph, the nodes from which no matrix product
+follows, is cut into the components that share more than scalars (one a parameter), and emitted a component at a time.
+Within a component and before the tail the order of the program is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch.fx import Graph, Node
+
+from functitan.compiler.graphs import value
+
+# Nodes up to this size are free to keep, and join nothing: step counts, norms, the learning rate.
+_SCALAR_NUMEL = 1024
+
+
+def order_by_component(graph: Graph, donated: Collection[int] = ()) -> None:
+    nodes = list(graph.nodes)
+    tail = _tail(nodes)
+    components = _components(tail)
+    first_seen: dict[int, int] = {}
+    for i, node in enumerate(nodes):
+        if node in components:
+            first_seen.setdefault(components[node], i)
+    position = {node: i for i, node in enumerate(nodes)}
+    roots = sorted(components, key=lambda node: (first_seen[components[node]], position[node]))
+
+    done = {node for node in nodes if node not in tail}
+    ordered = [node for node in nodes if node in done and node.op != "output"]
+    for root in [*roots, *(node for node in nodes if node in tail)]:
+        _emit(root, done, ordered)
+    anchor = next(iter(graph.nodes))
+    for node in ordered:
+        if node is not anchor:
+            anchor.append(node)
+            anchor = node
+
+
+def _tail(nodes: list[Node]) -> set[Node]:
+    """The nodes behind the last heavy operator: those with none among their users' users."""
+    tail: set[Node] = set()
+    for node in reversed(nodes):
+        if node.op == "call_function" and not _is_heavy(node) and all(u.op == "output" or u in tail for u in node.users):
+            tail.add(node)
+    return tail
+
+
+def _is_heavy(node: Node) -> bool:
+    """Whatever is neither elementwise, a view nor a reduction: products, attention, convolutions, collectives."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    packet = node.target.overloadpacket.__name__
+    heavy = ("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding_dense_backward")
+    return packet in heavy or "attention" in packet or node.target.namespace != "aten"
+
+
+def _components(tail: set[Node]) -> dict[Node, int]:
+    """A number for each large node of the tail; nodes joined by a large tensor share it."""
+    parent: dict[Node, Node] = {}
+
+    def find(node: Node) -> Node:
+        while parent.setdefault(node, node) is not node:
+            parent[node] = parent[parent[node]]
+            node = parent[node]
+        return node
+
+    for node in tail:
+        if not _is_large(node):
+            continue
+        find(node)
+        for source in node.all_input_nodes:
+            if _is_large(source):
+                parent[find(source)] = find(node)
+    numbers: dict[Node, int] = {}
+    return {node: numbers.setdefault(find(node), len(numbers)) for node in tail if _is_large(node)}
+
+
+def _is_large(node: Node) -> bool:
+    val = value(node)
+    return val is None or val.numel() > _SCALAR_NUMEL
+
+
+def _emit(root: Node, done: set[Node], ordered: list[Node]) -> None:
+    stack = [root]
+    while stack:
+        node = stack[-1]
+        waiting = [source for source in node.all_input_nodes if source not in done]
+        if waiting:
+            stack.extend(reversed(waiting))
+            continue
+        stack.pop()
+        if node not in done:
+            done.add(node)
+            ordered.append(node)
