@@ -21,7 +21,7 @@ class DataConfig:
 
     format: Format = "auto"
     """What the files hold. auto: by suffix (.txt .text .md .rst .py: text; .jsonl .ndjson: jsonl; .parquet: parquet).
-    A text file is one document; a line of JSON or a row of Parquet is one."""
+    A text file is one document (read whole into memory), as is a line of JSON and a row of Parquet."""
 
     text_field: str = "text"
     """The JSON field or Parquet column that holds the text."""

@@ -58,8 +58,8 @@ class Dataset:
         text[inside] = tokens[at[inside]]
         if self.config.documents:
             document = np.searchsorted(ends, at, side="right")  # behind the end of the text: len(ends), one more
-            document_begin = np.concatenate([np.zeros(1, np.int64), ends])
-            positions = at - np.maximum(document_begin[document], begin)
+            document_begin = np.where(document > 0, ends[np.maximum(document, 1) - 1], 0)
+            positions = at - np.maximum(document_begin, begin)
         else:
             document = np.zeros_like(at)
             positions = at - begin

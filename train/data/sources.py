@@ -23,7 +23,7 @@ _NOT_STDLIB = {"site-packages", "dist-packages", "test", "tests", "idle_test", "
 
 @attrs.frozen
 class Source:
-    """One file. `name` is its path below the fixed part of its glob, the same on every machine: it decides the split."""
+    """One file. `name` is its path below the fixed part of its glob, the same on any machine; it decides the split."""
 
     path: Path
     name: str
