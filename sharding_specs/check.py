@@ -57,6 +57,9 @@ def check(
       batch: the sizes of a step, if they are to be checked as well.
       devices: how many there are. None leaves the product of the mesh unchecked, and makes a size of -1 a problem.
       activations: logical names that activations have and no parameter, beyond "batch" and "seq".
+
+    Raises:
+      TypeError: an argument is not of its type (arguments that were swapped).
     """
     return check_leaves(walk(params), rules, mesh, batch, devices, activations=activations)
 
@@ -71,6 +74,11 @@ def check_leaves(
     activations: Collection[str] = (),
 ) -> list[Problem]:
     """As :func:`check`, for the ``(path, leaf)`` pairs of a tree of any kind."""
+    arguments = {"rules": rules, "mesh": mesh, "batch": batch, "devices": devices}
+    kinds = {"rules": Rules, "mesh": MeshSpec, "batch": BatchSpec | None, "devices": int | None}
+    for name, kind in kinds.items():
+        if not isinstance(arguments[name], kind):
+            raise TypeError(f"{name} is {arguments[name]!r}; it must be a {getattr(kind, '__name__', kind)}")
     leaves = list(leaves)
     params = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Param)]
     mesh_problems = mesh.problems(devices)
