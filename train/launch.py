@@ -16,7 +16,7 @@ def launch_command(
     config_args: Sequence[str],
     env: Mapping[str, str],
     nnodes: int | None = None,
-    nproc: int | str | None = None,
+    nproc: int | None = None,
 ) -> str:
     """The line that starts this job: ``torchrun``, under ``srun`` in a Slurm allocation of several nodes.
 
@@ -31,20 +31,13 @@ def launch_command(
         UserError: more nodes than the allocation has, an allocation whose variables contradict each other or cannot
             be read, or several nodes outside Slurm without MASTER_ADDR, the machine at which they are to meet.
     """
+    nodes, processes = job_size(env, nnodes, nproc)
     allocated = _slurm_nodes(env)
-    nodes = nnodes if nnodes is not None else allocated or 1
-    if nodes < 1:
-        raise UserError(f"--nnodes is {nodes}: give 1 or more")
-    if allocated is not None and nodes > allocated:
-        raise UserError(f"--nnodes is {nodes} but the Slurm allocation has {allocated}: give 1 to {allocated}")
-    procs = nproc if nproc is not None else _slurm_gpus(env) or "gpu"
-    if isinstance(procs, int) and procs < 1:
-        raise UserError(f"--nproc is {procs}: give 1 or more")
-
+    each = ["--nproc-per-node", "gpu" if processes is None else str(processes)]
     job = ["-m", "train", *config_args]
     if nodes == 1:
-        return shlex.join(["torchrun", "--standalone", "--nproc-per-node", str(procs), *job])
-    torchrun = ["torchrun", "--nnodes", str(nodes), "--nproc-per-node", str(procs), *_rendezvous(env, allocated), *job]
+        return shlex.join(["torchrun", "--standalone", *each, *job])
+    torchrun = ["torchrun", "--nnodes", str(nodes), *each, *_rendezvous(env, allocated), *job]
     if allocated is None:
         return shlex.join(torchrun)
     # One torchrun a node, which starts that node's processes. srun does not take --cpus-per-task over from sbatch.
@@ -52,6 +45,24 @@ def launch_command(
     if "SLURM_CPUS_PER_TASK" in env:
         srun += ["--cpus-per-task", env["SLURM_CPUS_PER_TASK"]]
     return shlex.join(srun + torchrun)
+
+
+def job_size(env: Mapping[str, str], nnodes: int | None, nproc: int | None) -> tuple[int, int | None]:
+    """Machines, and processes on each (None: as many as torchrun finds GPUs), as :func:`launch_command` takes them.
+
+    Raises:
+        UserError: a number below 1, or more nodes than the allocation has.
+    """
+    allocated = _slurm_nodes(env)
+    nodes = nnodes if nnodes is not None else allocated or 1
+    processes = nproc if nproc is not None else _slurm_gpus(env)
+    if nodes < 1:
+        raise UserError(f"--nnodes is {nodes}: give 1 or more")
+    if allocated is not None and nodes > allocated:
+        raise UserError(f"--nnodes is {nodes} but the Slurm allocation has {allocated}: give 1 to {allocated}")
+    if processes is not None and processes < 1:
+        raise UserError(f"--nproc is {processes}: give 1 or more")
+    return nodes, processes
 
 
 def rendezvous_port(job_id: str | None) -> int:
@@ -106,7 +117,7 @@ def _expand_ranges(ranges: str, text: str) -> list[str]:
     for part in ranges.split(","):
         match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
         if match is None or (match[2] is not None and int(match[2]) < int(match[1])):
-            raise UserError(f"node list {text!r}: cannot read {part!r}; expected a number or a rising range such as 01-03")
+            raise UserError(f"node list {text!r}: cannot read {part!r}; expected a number or a rising range, 01-03")
         first, last = match[1], match[2] or match[1]
         numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
     return numbers

@@ -1,0 +1,242 @@
+"""The complete description of a run, as data. Every field's docstring is the command line's help text.
+
+A configuration is never changed after it is parsed; ``attrs.evolve`` makes another. :func:`validate` says everything
+that is wrong with one, :func:`dump` writes it as YAML and ``parse(dump(config)) == config``.
+"""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Literal
+
+import attrs
+import tyro
+from attrs import frozen
+
+import sharding_specs
+from models import llama
+from models.llama import LlamaConfig
+from sharding_specs import PRESETS, BatchSpec, MeshSpec
+from train.checkpoint import CheckpointConfig
+from train.config_text import ConfigError, from_yaml, load_yaml, to_yaml
+from train.data.config import DataConfig, check_config
+from train.data.errors import DataError
+
+VERSION = 1
+"""Of the fields below: raised whenever a field changes its name or meaning."""
+
+AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""Mesh axes, outermost first: the axes that communicate most vary fastest, so that their ranks share a machine."""
+
+
+@frozen
+class TrainConfig:
+    """How long and on how much at once."""
+
+    steps: int = 1000
+    """Optimizer steps of the whole run. A finished run with more steps goes on where it stopped."""
+    batch_size: int = 16
+    """Sequences in one step, over all devices and micro-steps."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    accumulation: int = 1
+    """Micro-steps in one step: the batch is taken in so many parts, one by one. Saves memory, changes no number."""
+    eval_every: int = 100
+    """Steps between two evaluations on held-out data; 0: never."""
+    eval_batches: int = 8
+    """Batches in one evaluation."""
+    log_every: int = 10
+    """Steps between two printed lines and two lines of metrics.jsonl."""
+    remat: Literal["none", "full"] = "none"
+    """What backward computes anew instead of keeping: nothing, or each layer (a third more time, less memory)."""
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """What the model computes in. Parameters, optimizer state and sums are float32 either way."""
+
+
+@frozen
+class OptimConfig:
+    """The optimizer and its learning rate over time."""
+
+    name: Literal["adamw", "lion", "sgd", "muon"] = "adamw"
+    """The update rule."""
+    learning_rate: float = 3e-4
+    """The peak, reached at the end of the warm-up."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """The learning rate after the warm-up: falls as a cosine or a line, falls at the end only (wsd), or stays."""
+    warmup_steps: int = 100
+    """Steps in which the learning rate rises in a line from 0 to its peak."""
+    decay_steps: int | None = None
+    """Steps in which it falls; wsd: the last of the run. None: all after the warm-up, or for wsd a tenth of the run."""
+    min_ratio: float = 0.1
+    """The last learning rate, as a fraction of the peak."""
+    b1: float = 0.9
+    """Decay of the average of gradients; the momentum of sgd and muon."""
+    b2: float = 0.95
+    """Decay of the average of squared gradients (adamw), or of the momentum (lion)."""
+    eps: float = 1e-8
+    """Added to the root of the averaged squared gradient (adamw)."""
+    weight_decay: float = 0.1
+    """Fraction of a parameter taken off in each step, times the learning rate. Norms and biases have none."""
+    clip_norm: float | None = 1.0
+    """Largest norm of the whole gradient; a longer one is scaled down to it. None: no limit."""
+
+
+@frozen
+class MeshConfig:
+    """Devices along each axis of the mesh. One axis may be -1: whatever the number of devices leaves."""
+
+    dp: int = 1
+    """Replicated data parallel: each rank has all parameters and a part of the batch."""
+    fsdp: int = 1
+    """Data sharding: parameters, gradients and optimizer state are split, and gathered where they are used."""
+    tp: int = 1
+    """Tensor parallel: heads, hidden units and vocabulary are split."""
+    cp: int = 1
+    """Context parallel: the sequence is split."""
+    pp: int = 1
+    """Pipeline: the layers are split into stages."""
+    ep: int = 1
+    """Expert parallel: the experts are split."""
+
+    def spec(self) -> MeshSpec:
+        """The mesh with all six axes, in the order of :data:`AXES`. :func:`validate` says what is wrong with it."""
+        return MeshSpec(**{axis: getattr(self, axis) for axis in AXES})
+
+
+@frozen
+class JitConfig:
+    """How the step is compiled."""
+
+    enabled: bool = True
+    """Capture the whole step as one graph; off, it runs as it is written."""
+    inductor: bool = False
+    """Compile the captured graph with Inductor: slower to start, faster to run."""
+    passes: tuple[str, ...] = ()
+    """Graph passes to run, by name, in this order."""
+
+
+@frozen
+class RunConfig:
+    """A run: everything that decides its numbers, and the folder that it writes to."""
+
+    model: LlamaConfig
+    """The transformer."""
+    data: DataConfig = attrs.field(factory=DataConfig)
+    """What it is trained on."""
+    train: TrainConfig = attrs.field(factory=TrainConfig)
+    """How long and on how much at once."""
+    optim: OptimConfig = attrs.field(factory=OptimConfig)
+    """The optimizer and its learning rate over time."""
+    mesh: MeshConfig = attrs.field(factory=MeshConfig)
+    """Devices along each axis of the mesh."""
+    jit: JitConfig = attrs.field(factory=JitConfig)
+    """How the step is compiled."""
+    checkpoint: CheckpointConfig = attrs.field(factory=CheckpointConfig)
+    """When and how the state is saved."""
+    out: Path = Path("runs/run")
+    """Folder of the run: its configuration, metrics, plot and checkpoints. A run that is there already goes on."""
+    seed: int = 0
+    """Of the initial parameters, the order of the data and dropout."""
+    version: Annotated[int, tyro.conf.Suppress] = VERSION
+
+
+def dump(config: RunConfig) -> str:
+    """The YAML text of a configuration, complete, the version of its fields first."""
+    first, rest = f"version: {config.version}\n", to_yaml(config).removesuffix(f"version: {config.version}\n")
+    return "# A functitan run. Run it again: functitan train --config THIS_FILE\n" + first + rest
+
+
+def parse(text: str, source: str = "configuration") -> RunConfig:
+    """The inverse of :func:`dump`. Fields that are left out keep their defaults.
+
+    Args:
+        source: what errors call the text: the path of the file.
+
+    Raises:
+        ConfigError: every unknown field, missing field and wrong type at once, or another version of the fields.
+    """
+    version = load_yaml(text, source).get("version", VERSION)
+    if version != VERSION:
+        raise ConfigError(
+            [
+                f"{source}: version: is {version!r}, but this functitan reads version {VERSION}: run it with the "
+                "functitan that wrote it, or start from `functitan train RECIPE` and carry the values over"
+            ]
+        )
+    return from_yaml(text, RunConfig, source)
+
+
+def validate(config: RunConfig, devices: int | None = None) -> list[str]:
+    """Everything that is wrong with a configuration, each problem one line: where, the sizes, what is legal.
+
+    Args:
+        devices: ranks that will run it (WORLD_SIZE); None leaves the product of the mesh unchecked.
+
+    Returns:
+        The problems; empty where there are none. Needs no device, no process group and no data.
+    """
+    train = config.train
+    return [*_counts(train), *_optim(config.optim, train.steps), *_data(config), *_layout(config, devices)]
+
+
+def _counts(train: TrainConfig) -> list[str]:
+    # batch_size, seq_len and accumulation are checked together with the mesh.
+    lowest = {"steps": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1}
+    return [
+        f"train.{name}: is {getattr(train, name)}; give {low} or more"
+        for name, low in lowest.items()
+        if getattr(train, name) < low
+    ]
+
+
+def _optim(optim: OptimConfig, steps: int) -> list[str]:
+    problems = []
+    positive = ("learning_rate", "eps") if optim.clip_norm is None else ("learning_rate", "eps", "clip_norm")
+    for name in positive:
+        value = getattr(optim, name)
+        if not (math.isfinite(value) and value > 0):
+            problems.append(f"optim.{name}: is {value}; give a finite number above 0")
+    for name in ("b1", "b2"):
+        value = getattr(optim, name)
+        if not 0 <= value < 1:
+            problems.append(f"optim.{name}: is {value}; give 0 or more and less than 1")
+    if not 0 <= optim.min_ratio <= 1:
+        problems.append(f"optim.min_ratio: is {optim.min_ratio}; give 0 to 1")
+    if not (math.isfinite(optim.weight_decay) and optim.weight_decay >= 0):
+        problems.append(f"optim.weight_decay: is {optim.weight_decay}; give 0 or more")
+    if not 0 <= optim.warmup_steps <= max(steps, 0):
+        problems.append(
+            f"optim.warmup_steps: is {optim.warmup_steps}, of {steps} steps (train.steps); give 0 to {max(steps, 0)}"
+        )
+    elif optim.decay_steps is not None and not 0 <= optim.decay_steps <= steps - optim.warmup_steps:
+        left = steps - optim.warmup_steps
+        problems.append(
+            f"optim.decay_steps: is {optim.decay_steps}, but {left} of {steps} steps are left after the warm-up "
+            f"(optim.warmup_steps); give 0 to {left}, or None"
+        )
+    return problems
+
+
+def _data(config: RunConfig) -> list[str]:
+    try:
+        check_config(config.data)
+    except DataError as error:
+        return str(error).split("; ")
+    return []
+
+
+def _layout(config: RunConfig, devices: int | None) -> list[str]:
+    """The model, batch and sequence by themselves and against the mesh, and the mesh against the devices."""
+    mesh, train = config.mesh.spec(), config.train
+    batch = BatchSpec(train.batch_size, train.seq_len, accumulation=train.accumulation)
+    if devices is None:
+        devices = math.prod(size for size in mesh.sizes if size >= 1)
+    broken = config.model.validate()
+    params = {} if broken else llama.declare(config.model)
+    found = sharding_specs.check(params, PRESETS["all"], mesh, batch, devices)
+    options = {f"mesh/{axis}": f"mesh.{axis}" for axis in AXES}
+    options |= {"batch/size": "train.batch_size"}
+    options |= {f"batch/{name}": f"train.{name}" for name in ("seq_len", "accumulation")}
+    layout = [str(attrs.evolve(problem, path=options.get(problem.path, problem.path))) for problem in found]
+    return [f"model: {problem}" for problem in broken] + layout

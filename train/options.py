@@ -1,0 +1,159 @@
+"""The options of a run on the command line: ``[RECIPE] [--config FILE] [--train.steps 20 …]``, parsed by tyro."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Literal, TypeVar
+
+import attrs
+import tyro
+from attrs import frozen
+
+from train import config as configs
+from train import recipes
+from train.config import RunConfig
+from train.config_text import ConfigError
+from train.errors import UserError
+
+T = TypeVar("T")
+RecipeName = Literal[tuple(recipes.RECIPES)]  # type: ignore[valid-type]
+
+
+@frozen
+class RunOptions:
+    """A recipe or a file, and what is changed in it."""
+
+    run: Annotated[RunConfig, tyro.conf.arg(name="")]
+    recipe: tyro.conf.Positional[RecipeName] = recipes.DEFAULT
+    """Where the values come from that no option gives."""
+    config: Path | None = None
+    """A file of complete configuration, such as config.yaml of a run's folder, in place of a recipe."""
+
+
+@frozen
+class CheckOptions:
+    """A run, and what it is to be checked against."""
+
+    job: Annotated[RunOptions, tyro.conf.arg(name="")]
+    devices: int | None = None
+    """How many devices will run it. None: WORLD_SIZE where that is set, else the mesh is not held against a number."""
+
+
+@frozen
+class LaunchOptions:
+    """A run, and the machines to start it on."""
+
+    job: Annotated[RunOptions, tyro.conf.arg(name="")]
+    nnodes: int | None = None
+    """Machines. None: those of the Slurm allocation, or 1."""
+    nproc: int | None = None
+    """Processes on each machine, one a device. None: the GPUs that Slurm gave each node, or all that torchrun finds."""
+
+
+def parse_run(args: Sequence[str], prog: str = "functitan train") -> RunConfig:
+    """The configuration that ``[RECIPE] [--config FILE] [OPTIONS]`` describes. Options win over the file or recipe.
+
+    Raises:
+        ConfigError: a file that cannot be read or holds no configuration, a recipe beside a file, an illegal value.
+        SystemExit: from tyro, after help (status 0) or an option or value that it refuses (status 2).
+    """
+    return _parse(RunOptions, args, prog, "Train a language model. Run the same command again to go on.", _same).run
+
+
+def parse_check(args: Sequence[str]) -> CheckOptions:
+    """As :func:`parse_run`, for ``functitan check``."""
+    return _parse(CheckOptions, args, "functitan check", "Say everything that is wrong with a run. Runs nothing.", _job)
+
+
+def parse_launch(args: Sequence[str]) -> LaunchOptions:
+    """As :func:`parse_run`, for ``functitan launch``."""
+    text = "Print the line that starts a run on every device of this machine or Slurm allocation. Starts nothing."
+    return _parse(LaunchOptions, args, "functitan launch", text, _job)
+
+
+def raise_problems(config: RunConfig, devices: int | None) -> None:
+    """Raises a :class:`ConfigError` with everything that :func:`train.config.validate` finds wrong, if anything."""
+    problems = configs.validate(config, devices)
+    if problems:
+        raise ConfigError(problems)
+
+
+def world_size(env: Mapping[str, str]) -> int | None:
+    """The number of ranks that torchrun started (WORLD_SIZE), or None where nothing did.
+
+    Raises:
+        ConfigError: WORLD_SIZE is no positive number.
+    """
+    text = env.get("WORLD_SIZE")
+    if not text:
+        return None
+    if not text.isdecimal() or int(text) < 1:
+        raise ConfigError([f"WORLD_SIZE={text!r} is no number of ranks: torchrun sets it; unset it to run alone"])
+    return int(text)
+
+
+def speaks_for_node(env: Mapping[str, str]) -> bool:
+    """Whether this process is alone or the first of its machine (LOCAL_RANK)."""
+    return env.get("LOCAL_RANK", "0") == "0"
+
+
+def _same(options: RunOptions) -> RunOptions:
+    return options
+
+
+def _job(options: CheckOptions | LaunchOptions) -> RunOptions:
+    return options.job
+
+
+def _parse(cls: type[T], args: Sequence[str], prog: str, text: str, job: Callable[[T], RunOptions]) -> T:
+    """Parses twice where need be: options are laid over a base, and the base is itself named by the arguments.
+
+    A base is guessed from the arguments for the first time, so that ``functitan train small --help`` shows the values of
+    ``small``; where tyro then reads another one (``--config`` after other options), its answer decides.
+    """
+    recipe = args[0] if args and not args[0].startswith("-") else recipes.DEFAULT
+    options = _tyro(cls, args, prog, text, _base(cls, RunOptions(recipes.recipe(recipe), recipe)))
+    read = job(options)
+    if read.config is not None and (read.recipe != recipes.DEFAULT or read.recipe in args[:1]):
+        raise ConfigError([f"give the recipe {read.recipe} or --config {read.config}, not both: each is complete"])
+    if read.config is not None:
+        run = configs.parse(_read(read.config), str(read.config))
+    elif read.recipe != recipe:
+        run = recipes.recipe(read.recipe)
+    else:
+        return options
+    return _tyro(cls, args, prog, text, _base(cls, attrs.evolve(read, run=run)))
+
+
+def _base(cls: type[T], run: RunOptions) -> T:
+    return run if cls is RunOptions else cls(run)
+
+
+def _tyro(cls: type[T], args: Sequence[str], prog: str, text: str, default: T) -> T:
+    table = [f"  {name.ljust(12)} {recipe.summary}" for name, recipe in recipes.RECIPES.items()]
+    # Every rank of a job makes the same mistake: one process a machine reports it.
+    speak = speaks_for_node(os.environ)
+    text = "\n".join([text, "", "Recipes:", *table])
+    try:
+        return tyro.cli(
+            cls,
+            prog=prog,
+            description=text,
+            args=list(args),
+            default=default,
+            console_outputs=speak,
+            config=(tyro.conf.AvoidSubcommands,),  # a part that the base leaves out (None) is no subcommand
+        )
+    except UserError as error:  # from the validator of a field
+        raise ConfigError([str(error)]) from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError([f"--config {path}: {error.strerror}: give a config.yaml that a run wrote"]) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError([f"--config {path}: not UTF-8 text: give a config.yaml that a run wrote"]) from error
