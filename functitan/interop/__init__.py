@@ -1,0 +1,1 @@
+"""Checkpoints and arrays of other libraries."""

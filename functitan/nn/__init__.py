@@ -1,0 +1,29 @@
+"""The parts of a transformer, as pure functions of tensors."""
+
+from functitan.nn.activations import gelu, silu, swiglu
+from functitan.nn.attention import attention, attention_mask
+from functitan.nn.dropout import dropout
+from functitan.nn.embedding import embedding
+from functitan.nn.linear import linear
+from functitan.nn.loss import cross_entropy
+from functitan.nn.norm import layer_norm, rms_norm
+from functitan.nn.rope import RopeScaling, RotaryTable, rotary, rotary_frequencies, rotary_table
+
+__all__ = [
+    "RopeScaling",
+    "RotaryTable",
+    "attention",
+    "attention_mask",
+    "cross_entropy",
+    "dropout",
+    "embedding",
+    "gelu",
+    "layer_norm",
+    "linear",
+    "rms_norm",
+    "rotary",
+    "rotary_frequencies",
+    "rotary_table",
+    "silu",
+    "swiglu",
+]
