@@ -101,6 +101,14 @@ class TestCases:
         assert {problem.path for problem in problems} == {"layers/wq", "layers/wk", "layers/up", "layers/norm"}
         assert all("3 layers over pp=4" in problem.message and problem.legal == (1, 2, 3) for problem in problems)
 
+    def test_c5_two_stacks_of_layers_agree_on_the_legal_stages(self):
+        params = {
+            "encoder": Param((2, 4), ("layers", "embed"), zeros),
+            "decoder": Param((3, 4), ("layers", "embed"), zeros),
+        }
+        problems = check(params, ALL, MeshSpec(pp=4))
+        assert [(problem.path, problem.legal) for problem in problems] == [("decoder", (1, 2)), ("encoder", (1, 2))]
+
     def test_c6_a_batch_that_does_not_divide_into_microbatches(self):
         problem = only(check(declare(), ALL, MeshSpec(), BatchSpec(6, 8, microbatches=4)))
         assert problem.path == "batch/microbatches"
@@ -173,6 +181,13 @@ class TestRules:
 
 
 class TestParameters:
+    def test_legal_sizes_suit_every_dim_of_the_axis_and_no_other_dim(self):
+        params = {"a": Param((12, 5), ("mlp", "embed"), zeros), "b": Param((8, 5), ("heads", "embed"), zeros)}
+        problem = only(check(params, Rules(mlp="tp", heads="tp", embed=None), MeshSpec(tp=8)))
+        assert problem.path == "a" and problem.legal == (1, 2, 4)
+        problem = only(check(params, Rules(mlp="tp", heads="tp", embed="fsdp"), MeshSpec(fsdp=5, tp=8)))
+        assert problem.path == "a" and problem.legal == (1, 2, 4)
+
     def test_a_dim_over_several_axes_names_the_legal_products(self):
         params = {"w": Param((6,), ("embed",), zeros)}
         problem = only(check(params, Rules(embed=("fsdp", "tp")), MeshSpec(fsdp=2, tp=2)))
@@ -180,7 +195,7 @@ class TestParameters:
         assert problem.subject == "product of fsdp x tp" and problem.legal == (1, 2, 3, 6)
 
     def test_sizes_that_are_not_positive(self):
-        problems = check({"w": Param((0, 4, -2), ("embed", "mlp", "heads"), zeros)}, ALL, MeshSpec(fsdp=2, tp=2))
+        problems = check({"w": Param((0, 4, -3), ("embed", "mlp", "heads"), zeros)}, ALL, MeshSpec(fsdp=2, tp=2))
         assert [(problem.path, "=0" in problem.message) for problem in problems] == [("w", True), ("w", False)]
 
     def test_leaves_that_are_no_parameters_and_paths_that_are_the_same(self):
