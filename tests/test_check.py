@@ -195,7 +195,7 @@ class TestParameters:
         assert problem.subject == "product of fsdp x tp" and problem.legal == (1, 2, 3, 6)
 
     def test_sizes_that_are_not_positive(self):
-        problems = check({"w": Param((0, 4, -3), ("embed", "mlp", "heads"), zeros)}, ALL, MeshSpec(fsdp=2, tp=2))
+        problems = check({"w": Param((0, 4, -3), ("embed", "head_dim", "heads"), zeros)}, ALL, MeshSpec(fsdp=2, tp=2))
         assert [(problem.path, "=0" in problem.message) for problem in problems] == [("w", True), ("w", False)]
 
     def test_leaves_that_are_no_parameters_and_paths_that_are_the_same(self):
