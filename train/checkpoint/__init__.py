@@ -14,7 +14,7 @@ reshard every tensor for itself. There is no process group here: one process wri
 ``no_dist`` goes, each rank lists the files that it wrote, and rank 0 writes ``metadata.json`` and renames.
 """
 
-from train.checkpoint.checkpointer import Checkpoint, CheckpointConfig, Checkpointer, latest, load
+from train.checkpoint.checkpointer import Checkpoint, CheckpointConfig, Checkpointer, latest, load, path_of
 from train.checkpoint.storage import FORMAT, Metadata
 
-__all__ = ["FORMAT", "Checkpoint", "CheckpointConfig", "Checkpointer", "Metadata", "latest", "load"]
+__all__ = ["FORMAT", "Checkpoint", "CheckpointConfig", "Checkpointer", "Metadata", "latest", "load", "path_of"]

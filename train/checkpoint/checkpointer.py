@@ -120,7 +120,7 @@ class Checkpointer:
             self._error = error
 
     def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
-        final = self.folder / f"step-{step:08d}"
+        final = path_of(self.folder, step)
         temporary = _renamed(final, "tmp")
         try:
             self._clear_leftovers()
@@ -141,7 +141,7 @@ class Checkpointer:
 
     def _clear_leftovers(self) -> None:
         for step, kind, path in _scan(self.folder):
-            final = self.folder / f"step-{step:08d}"
+            final = path_of(self.folder, step)
             if kind == "old" and not final.exists():
                 path.rename(final)
             elif kind:
@@ -184,6 +184,11 @@ def latest(folder: str | Path, notice: Callable[[str], None] = _log.warning) -> 
             "away to start from the beginning"
         )
     return None
+
+
+def path_of(folder: str | Path, step: int) -> Path:
+    """Where the complete checkpoint of ``step`` lies, if there is one."""
+    return Path(folder) / f"step-{step:08d}"
 
 
 def load(path: str | Path, like: Any, *, device: torch.device | str | None = None, subset: bool = False) -> Any:

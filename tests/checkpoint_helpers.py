@@ -1,0 +1,99 @@
+"""What the tests of checkpoints share: a state with every kind of leaf, and how to compare and spoil things."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import attrs
+import pytest
+import torch
+
+from functitan import tree
+from train.checkpoint import Checkpointer
+
+
+class AdamState(NamedTuple):
+    count: torch.Tensor
+    mu: Any
+    nu: Any
+
+
+@tree.node
+@attrs.frozen
+class State:
+    params: Any
+    opt_state: Any
+    step: torch.Tensor
+    key: torch.Tensor
+    note: str = tree.static(default="kept by `like`")
+
+
+def make_state(seed: int = 0, dim: int = 8) -> State:
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(dtype)
+
+    tied = normal(16, dim)
+    tied[0, 0] = float("nan")
+    tied[0, 1] = -0.0
+    params = {
+        "layers": [{"wq": normal(dim, dim, dtype=torch.bfloat16), "bias": None}, {"wq": normal(dim, dim)}],
+        "embed": tied,
+        "head": tied,
+        "empty": torch.zeros(0, dim),
+        "transposed": normal(3, dim).T,
+        "expanded": normal(1, dim).expand(3, dim),
+        "row": normal(4, dim)[2],
+        "flags": torch.tensor([True, False]),
+        "float8": normal(4).to(torch.float8_e4m3fn),
+        "grad": normal(2).requires_grad_(),
+    }
+    optimizer = (AdamState(torch.tensor(7, dtype=torch.int32), {"a": normal(3)}, {"a": normal(3).double()}), (), None)
+    key = torch.tensor([0xFFFFFFFF, 7 + seed], dtype=torch.uint32)
+    return State(params, optimizer, torch.tensor(2**40 + seed), key)
+
+
+def abstract(state: Any) -> Any:
+    return tree.map(lambda leaf: torch.empty_like(leaf, device="meta"), state)
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.detach().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def assert_bit_equal(got: Any, want: Any) -> None:
+    assert tree.structure(got) == tree.structure(want)
+    for (path, a), (_, b) in zip(tree.leaves_with_path(got), tree.leaves_with_path(want)):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype), path
+        assert raw(a) == raw(b), path
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def records(caplog: pytest.LogCaptureFixture) -> list:
+    """Without those of DCP's own logger."""
+    return [record for record in caplog.records if record.name == "train.checkpoint"]
+
+
+def save(folder: Path, *steps: int, keep: int = 10, **kwargs: Any) -> None:
+    checkpointer = Checkpointer(folder, keep, asynchronous=False)
+    for step in steps:
+        checkpointer.save(step, make_state(step, **kwargs))
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def run_python(code: str, *args: object, prefix: tuple[str, ...] = (), **kwargs: Any) -> subprocess.CompletedProcess:
+    command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
