@@ -239,3 +239,15 @@ def _unpack(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor 
         if other is not None and other.shape != tokens.shape:
             raise ValueError(f"the batch's {name} {list(other.shape)} must have the shape of tokens {list(tokens.shape)}")
     return tokens, batch.get("positions"), batch.get("documents")
+
+
+def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
+    """Floating-point operations of forward and backward for one token of a sequence, recomputation not counted.
+
+    6 for each parameter of a matrix (the embedding is a lookup), and ``12 * layers * heads * head_dim * seq_len`` for attention, which
+    counts the whole square of a causal mask as PaLM does (Chowdhery et al., 2022, appendix B).
+    """
+    D, K = cfg.dim, cfg.resolved_head_dim
+    layer = D * K * (cfg.n_heads + 2 * cfg.n_kv_heads) + cfg.n_heads * K * D + 3 * D * cfg.hidden_dim
+    matrices = cfg.n_layers * layer + cfg.vocab_size * D
+    return 6.0 * matrices + 12.0 * cfg.n_layers * cfg.n_heads * K * seq_len

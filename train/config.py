@@ -112,8 +112,8 @@ class JitConfig:
     """Capture the whole step as one graph; off, it runs as it is written."""
     inductor: bool = False
     """Compile the captured graph with Inductor: slower to start, faster to run."""
-    passes: tuple[str, ...] = ()
-    """Graph passes to run, by name, in this order."""
+    passes: tuple[str, ...] = ("cse", "order", "reuse")
+    """Optimisations of the captured graph, by name; all of them by default."""
 
 
 @frozen
@@ -139,6 +139,7 @@ class RunConfig:
     seed: int = 0
     """Of the initial parameters, the order of the data and dropout."""
     version: Annotated[int, tyro.conf.Suppress] = VERSION
+    """Of the fields, in a file: see VERSION. No option."""
 
 
 def dump(config: RunConfig) -> str:

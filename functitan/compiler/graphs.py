@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,17 @@ def is_pure(node: Node) -> bool:
     """True if the node can be dropped, merged or moved: it neither writes nor draws at random."""
     if node.target is operator.getitem:
         return True
-    return is_op(node) and not node.target._schema.is_mutable and torch.Tag.nondeterministic_seeded not in node.target.tags
+    return is_op(node) and not node.target._schema.is_mutable and not draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """True if the operator reads torch's global generator. Attention does so only where its dropout is on."""
+    if torch.Tag.nondeterministic_seeded not in op.tags:
+        return False
+    for i, argument in enumerate(op._schema.arguments):
+        if argument.name == "dropout_p":
+            return (args[i] if i < len(args) else kwargs.get("dropout_p", argument.default_value)) != 0
+    return True
 
 
 def value(node: Node) -> Tensor | None:

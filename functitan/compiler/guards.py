@@ -20,6 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functitan.compiler.graphs import draws
+
 _READS = {
     "__repr__": "prints a traced value",
     "__format__": "formats a traced value",
@@ -98,7 +100,7 @@ class NoSideEffects(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags:
+        if draws(func, args, kwargs):
             raise refusal(
                 self.name,
                 f"draws from torch's global generator ({func})",

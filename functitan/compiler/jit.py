@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import attrs
 import numpy as np
@@ -21,9 +21,8 @@ from functitan.compiler import donation, passes
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
 from functitan.compiler.passes import inductor as inductor_pass
-
-if TYPE_CHECKING:
-    from functitan.compiler.plan import Plan
+from functitan.compiler.place import check_one_device
+from functitan.compiler.plan import Plan
 
 log = logging.getLogger("functitan.jit")
 
@@ -106,11 +105,8 @@ class JitFunction:
         self.inductor = inductor
         self.donate = donate
         self._check_donate()
-        if plan is not None and plan.mesh.size != 1:
-            raise ValueError(
-                f"jit({self.name}): the plan's mesh {plan.mesh} needs {plan.mesh.size} devices, and this version runs on one; "
-                "use MeshSpec()"
-            )
+        if plan is not None:
+            check_one_device(plan)
         self._cache: dict[Any, Captured] = {}
         self._last_key: _Key | None = None
 

@@ -1,0 +1,45 @@
+"""functitan: train transformers as pure functions over trees of parameters, on a PyTorch backend.
+
+    import functitan as ft
+    from sharding_specs import MeshSpec, P, Param, Rules
+
+    plan = ft.compile_specs(declare(cfg), Rules(), MeshSpec())
+    state = ft.init_state(plan, key=ft.random.key(0), optimizer=ft.optim.adamw(1e-3))
+    step = ft.jit(train_step, plan, donate=("state",))
+    state, metrics = step(state, batch)
+"""
+
+from functitan import init, nn, optim, random, tree
+from functitan.compiler.capture import CaptureError
+from functitan.compiler.donation import DonatedError
+from functitan.compiler.jit import disable_jit, jit
+from functitan.compiler.place import abstract_state, init_params, init_state
+from functitan.compiler.plan import Plan, compile_specs
+from functitan.state import TrainState
+from functitan.transforms import constrain, grad, jvp, remat, scan, value_and_grad, vjp, vmap
+
+__all__ = [
+    "CaptureError",
+    "DonatedError",
+    "Plan",
+    "TrainState",
+    "abstract_state",
+    "compile_specs",
+    "constrain",
+    "disable_jit",
+    "grad",
+    "init",
+    "init_params",
+    "init_state",
+    "jit",
+    "jvp",
+    "nn",
+    "optim",
+    "random",
+    "remat",
+    "scan",
+    "tree",
+    "value_and_grad",
+    "vjp",
+    "vmap",
+]

@@ -1,0 +1,95 @@
+"""From a configuration to the parts of a run: the model as a function, the optimizer, the schedule, the plan."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import attrs
+import torch
+
+import functitan as ft
+from functitan import optim, tree
+from models import llama
+from sharding_specs import PRESETS
+from train.config import OptimConfig, RunConfig
+from train.step import Model
+
+
+@attrs.frozen(eq=False)
+class Parts:
+    """What a run is made of; every part is a pure function or plain data."""
+
+    model: Model
+    plan: ft.Plan
+    optimizer: optim.GradientTransformation
+    schedule: optim.Schedule
+
+
+def build(config: RunConfig) -> Parts:
+    """The parts that ``config`` describes. Allocates nothing."""
+    params = llama.declare(config.model)
+    schedule = build_schedule(config.optim, config.train.steps)
+    return Parts(
+        model=build_model(config),
+        plan=ft.compile_specs(params, PRESETS["all"], config.mesh.spec()),
+        optimizer=build_optimizer(config.optim, schedule, params),
+        schedule=schedule,
+    )
+
+
+def build_model(config: RunConfig) -> Model:
+    """``model(params, batch, key=None) -> logits``, computing in the configured precision."""
+    apply = functools.partial(llama.apply, cfg=config.model, remat=config.train.remat)
+    compute = getattr(torch, config.train.precision)
+    if compute == torch.float32:
+        return apply
+
+    def model(params: Any, batch: dict[str, torch.Tensor], key: torch.Tensor | None = None) -> torch.Tensor:
+        return apply(tree.map(lambda p: p.to(compute), params), batch, key=key)
+
+    return model
+
+
+def build_schedule(config: OptimConfig, steps: int) -> optim.Schedule:
+    """The learning rate: a line from 0 to the peak over the warm-up, then as ``config.schedule`` says."""
+    peak, warmup = config.learning_rate, config.warmup_steps
+    end = peak * config.min_ratio
+    if config.schedule == "wsd":
+        decay = steps // 10 if config.decay_steps is None else config.decay_steps
+        return optim.wsd_schedule(peak, steps, warmup, min(decay, steps - warmup), end_value=end)
+    if config.schedule == "constant":
+        return optim.warmup_constant_schedule(0.0, peak, warmup)
+    decay = steps - warmup if config.decay_steps is None else config.decay_steps
+    if config.schedule == "cosine":
+        after = optim.cosine_decay_schedule(peak, decay, config.min_ratio)
+    else:
+        after = optim.linear_schedule(peak, end, decay)
+    return optim.join_schedules([optim.linear_schedule(0.0, peak, warmup), after], [warmup])
+
+
+def build_optimizer(config: OptimConfig, schedule: optim.Schedule, params: Any) -> optim.GradientTransformation:
+    """Clipping, the update rule, and weight decay on what ``params`` (a tree of Param) says decays."""
+    mask = optim.decay_mask(params)
+    if config.name == "adamw":
+        rule = optim.adamw(schedule, config.b1, config.b2, config.eps, weight_decay=config.weight_decay, mask=mask)
+    elif config.name == "lion":
+        rule = optim.lion(schedule, config.b1, config.b2, weight_decay=config.weight_decay, mask=mask)
+    elif config.name == "sgd":
+        rule = optim.chain(
+            optim.trace(config.b1),
+            optim.add_decayed_weights(config.weight_decay, mask),
+            optim.scale_by_learning_rate(schedule),
+        )
+    else:
+        rule = optim.muon(
+            schedule,
+            beta=config.b1,
+            adam_b1=config.b1,
+            adam_b2=config.b2,
+            weight_decay=config.weight_decay,
+            adam_weight_decay=config.weight_decay,
+            weight_decay_mask=mask,
+            dimension_numbers=optim.muon_dimension_numbers(params),
+        )
+    return rule if config.clip_norm is None else optim.chain(optim.clip_by_global_norm(config.clip_norm), rule)

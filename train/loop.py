@@ -1,0 +1,253 @@
+"""A run from its configuration to its last checkpoint. Run the same configuration again and it goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from torch import Tensor
+
+import functitan as ft
+from functitan import random, tree
+from functitan.state import TrainState
+from models.llama import flops_per_token
+from train import checkpoint, config as configs
+from train.build import Parts, build
+from train.checkpoint import Checkpointer
+from train.config import RunConfig
+from train.data import Data, Loader, build_data, eval_batches, train_batches
+from train.errors import UserError
+from train.folder import prepare_folder
+from train.hardware import device_peak_flops, mfu
+from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss
+from train.sample import continuation
+from train.step import make_eval_step, make_train_step
+
+MAX_SKIPPED_IN_A_ROW = 50
+"""After so many steps with non-finite gradients, one after the other, a run has diverged and stops."""
+
+
+@attrs.define(eq=False)
+class _Run:
+    """What the loop needs at hand; ``state`` alone changes."""
+
+    config: RunConfig
+    parts: Parts
+    data: Data
+    device: torch.device
+    state: TrainState
+    progress: Progress
+    writer: MetricsWriter
+    checkpoints: Checkpointer
+
+
+def run(config: RunConfig) -> int:
+    """Trains as ``config`` says, from the newest checkpoint in its folder if there is one.
+
+    Returns:
+        The exit status: 0 when all steps are done, 128 + n when signal n (SIGTERM, SIGINT) stopped the run after a checkpoint.
+
+    Raises:
+        UserError: the run cannot start or go on; one line says why. What was saved stays whole.
+    """
+    mesh = config.mesh.spec()
+    if mesh.size != 1:
+        raise UserError(f"the mesh {mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    parts = build(config)
+    data = build_data(config.data, config.train.seq_len, config.model.vocab_size)
+    with contextlib.ExitStack() as stack:
+        steps = config.train.steps
+        folder = config.out / "checkpoints"
+        notices: list[str] = [data.summary(), f"model: {parts.plan.param_count:,} parameters on {device}"]
+        found = checkpoint.latest(folder, notices.append)
+        notices += prepare_folder(config, resumes=found is not None)
+        checkpoints = Checkpointer(folder, config.checkpoint.keep, config.checkpoint.asynchronous)
+        stack.callback(checkpoints.close)
+        state = _initial_state(parts, config, device) if found is None else _load(parts, found, device)
+        start = int(state.step)
+        progress = stack.enter_context(Progress(steps, start))
+        for notice in notices:
+            progress.note(notice)
+        if found is not None:
+            progress.note(f"going on from step {start} ({found.path})")
+        writer = stack.enter_context(MetricsWriter(config.out, resume_step=start if found else None))
+        this = _Run(config, parts, data, device, state, progress, writer, checkpoints)
+        stopped_by = _train(this, start) if start < steps else None
+        if start >= steps:
+            progress.note(f"all {steps} steps are done already: raise --train.steps to go on, or give another --out")
+        checkpoints.wait()
+    return _finish(this, stopped_by)
+
+
+def _initial_state(parts: Parts, config: RunConfig, device: torch.device) -> TrainState:
+    return ft.init_state(parts.plan, random.key(config.seed).to(device), parts.optimizer)
+
+
+def _load(parts: Parts, found: checkpoint.Checkpoint, device: torch.device) -> TrainState:
+    return checkpoint.load(found.path, ft.abstract_state(parts.plan, parts.optimizer), device=device)
+
+
+def _train(this: _Run, start: int) -> int | None:
+    """Runs the steps from ``start`` on; returns the signal that stopped them, if one did."""
+    config, every = this.config, this.config.train
+    train_step = make_train_step(this.parts.model, this.parts.optimizer, this.parts.schedule, every.accumulation)
+    eval_step = make_eval_step(this.parts.model)
+    if config.jit.enabled:
+        options = {"passes": config.jit.passes, "inductor": config.jit.inductor}
+        train_step = ft.jit(train_step, this.parts.plan, donate=("state",), **options)
+        eval_step = ft.jit(eval_step, **options)
+    meter = _Meter(this, start)
+    with contextlib.closing(train_batches(this.data.train, every.batch_size, int(this.state.data["position"]))) as loader, \
+            _stop_signals() as stop:  # fmt: skip
+        for step in range(start + 1, every.steps + 1):
+            batch = _to(next(loader), this.device)
+            this.state, metrics = train_step(this.state, batch)
+            last = step == every.steps or bool(stop)
+            held_out = None
+            if every.eval_every and (step % every.eval_every == 0 or last):
+                with meter.paused():
+                    held_out = _evaluate(this, eval_step)
+            meter.add(step, metrics, held_out, loader, show=last or step == start + 1 or step % every.log_every == 0)
+            if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
+                with meter.paused():
+                    this.checkpoints.save(step, this.state)
+            if stop:
+                return stop[0]
+    return None
+
+
+def _evaluate(this: _Run, eval_step: Any) -> float | None:
+    """Mean loss over the held-out samples, in nats a token; None if there are none."""
+    config = this.config.train
+    with contextlib.closing(eval_batches(this.data.held_out, config.batch_size, config.eval_batches)) as batches:
+        sums = [eval_step(this.state.params, _to(batch, this.device)) for batch in batches]
+    tokens = sum(int(s["tokens"]) for s in sums)
+    return sum(float(s["loss_sum"]) for s in sums) / tokens if tokens else None
+
+
+def _to(batch: dict[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    return tree.map(lambda x: x.to(device, non_blocking=True), batch)
+
+
+class _Meter:
+    """Turns the metrics of steps into lines: reads them only where a line is due, so that a GPU is not waited for."""
+
+    def __init__(self, this: _Run, start: int) -> None:
+        self.this = this
+        self.pending: list[tuple[int, dict[str, Tensor]]] = []
+        self.skipped_in_a_row = 0
+        self.peak = device_peak_flops(this.device, this.config.train.precision)
+        self.flops = flops_per_token(this.config.model, this.config.train.seq_len)
+        self.start = start
+        self.since, self.since_step, self.waited = time.perf_counter(), start, 0.0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """What happens inside does not count as time of a step."""
+        before = time.perf_counter()
+        yield
+        self.since += time.perf_counter() - before
+
+    def add(self, step: int, metrics: dict[str, Tensor], held_out: float | None, loader: Loader, *, show: bool) -> None:
+        self.pending.append((step, metrics))
+        if not show and held_out is None:
+            return
+        rates = self._rates(step, loader) if step > self.start + 1 else self._first(loader)
+        for at, values in self.pending:
+            row = {name: value.item() for name, value in values.items()}
+            self._count_skipped(at, row)
+            if at == step:
+                row |= rates | memory(self.this.device)
+                if held_out is not None:
+                    row[HELD_OUT_LOSS] = held_out
+                self.this.progress.update(step, row)
+            if at == step or row["skipped"]:
+                self.this.writer.write(at, row)
+        self.pending.clear()
+
+    def _first(self, loader: Loader) -> dict[str, None]:
+        """The first step waits for the data and for the capture, so that its time says nothing."""
+        self.since, self.since_step, self.waited = time.perf_counter(), self.start + 1, loader.wait_s
+        return dict.fromkeys(("tokens_per_s", "step_s", "data_wait_s", "mfu"))
+
+    def _rates(self, step: int, loader: Loader) -> dict[str, float | None]:
+        config = self.this.config.train
+        self.this.state.step.item()  # the steps are done now, not only queued
+        now = time.perf_counter()
+        seconds, steps = now - self.since, step - self.since_step
+        wait, self.waited = loader.wait_s - self.waited, loader.wait_s
+        self.since, self.since_step = now, step
+        tokens_per_s = steps * config.batch_size * config.seq_len / seconds
+        return {
+            "tokens_per_s": tokens_per_s,
+            "step_s": seconds / steps,
+            "data_wait_s": wait / steps,
+            "mfu": mfu(tokens_per_s, self.flops, self.peak),
+        }
+
+    def _count_skipped(self, step: int, row: dict[str, Any]) -> None:
+        if not row["skipped"]:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        self.this.progress.note(
+            f"step {step}: the gradient was not finite (norm {row['grad_norm']}, loss {row[LOSS]}); "
+            "parameters and optimizer state stay as they were"
+        )
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise UserError(
+                f"the gradients of the last {MAX_SKIPPED_IN_A_ROW} steps, up to step {step}, were not finite: the run has "
+                "diverged. Go on from an earlier checkpoint with a lower --optim.learning-rate, or look at the data"
+            )
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[list[int]]:
+    """A list that SIGTERM and the first SIGINT put their number into; a second SIGINT interrupts at once."""
+    received: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if number == signal.SIGINT and received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _finish(this: _Run, stopped_by: int | None) -> int:
+    """The plot, a sample, and where everything is."""
+    out, step = this.config.out, int(this.state.step)
+    plot_loss(out)
+    note = this.progress.note
+    if stopped_by is not None:
+        note(f"stopped by {signal.Signals(stopped_by).name} at step {step}; the same command goes on from there")
+        return 128 + stopped_by
+    if skipped := int(this.state.skipped):
+        note(f"{skipped} of {step} steps were skipped: their gradients were not finite")
+    prompt = "def "
+    text = prompt + continuation(
+        this.parts.model, this.state.params, this.data.tokenizer, prompt, this.config.train.seq_len, tokens=200
+    )
+    note("\n".join(["", f"a sample after {step} steps:", "", *(f"    {line}" for line in text.splitlines()), ""]))
+    note(f"files of this run in {_shown(out)}: config.yaml, metrics.jsonl, loss.png, checkpoints/, tensorboard/")
+    note(f"more text: functitan sample {_shown(out)} --prompt 'class '")
+    return 0
+
+
+def _shown(path: Path) -> str:
+    """The path as short as it can be given from here."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
