@@ -20,8 +20,7 @@ from models.llama import LlamaConfig
 from sharding_specs import PRESETS, BatchSpec, MeshSpec
 from train.checkpoint import CheckpointConfig
 from train.config_text import ConfigError, from_yaml, load_yaml, to_yaml
-from train.data.config import DataConfig, check_config
-from train.data.errors import DataError
+from train.data.config import DataConfig, config_problems
 
 VERSION = 1
 """Of the fields below: raised whenever a field changes its name or meaning."""
@@ -178,7 +177,7 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
         The problems; empty where there are none. Needs no device, no process group and no data.
     """
     train = config.train
-    return [*_counts(train), *_optim(config.optim, train.steps), *_data(config), *_layout(config, devices)]
+    return [*_counts(train), *_optim(config.optim, train.steps), *config_problems(config.data), *_layout(config, devices)]
 
 
 def _counts(train: TrainConfig) -> list[str]:
@@ -217,14 +216,6 @@ def _optim(optim: OptimConfig, steps: int) -> list[str]:
             f"(optim.warmup_steps); give 0 to {left}, or None"
         )
     return problems
-
-
-def _data(config: RunConfig) -> list[str]:
-    try:
-        check_config(config.data)
-    except DataError as error:
-        return str(error).split("; ")
-    return []
 
 
 def _layout(config: RunConfig, devices: int | None) -> list[str]:

@@ -35,7 +35,7 @@ class ConfigError(UserError):
 
 def to_yaml(config: Any) -> str:
     """The YAML text of an attrs tree, its fields in the order of their declaration."""
-    return yaml.safe_dump(_converter().unstructure(config), sort_keys=False, allow_unicode=True, width=100)
+    return yaml.dump(_converter().unstructure(config), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
 
 
 def load_yaml(text: str, source: str) -> dict[str, Any]:
@@ -72,12 +72,14 @@ def from_yaml(text: str, cls: type[T], source: str) -> T:
         return _converter().structure(raw, cls)
     except ClassValidationError as error:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
-        lines = []
-        for path, message in _problems(error, ()):
-            line = _line(root, path)
-            where = source if line is None else f"{source}:{line}"
-            lines.append(f"{where}: {'.'.join(path)}: {message}" if path else f"{where}: {message}")
-        raise ConfigError(lines) from error
+        found = [(_line(root, path), path, message) for path, message in _problems(error, ())]
+        found.sort(key=lambda problem: problem[0] or 0)
+        raise ConfigError(
+            [
+                ": ".join(filter(None, [source if line is None else f"{source}:{line}", ".".join(path), message]))
+                for line, path, message in found
+            ]
+        ) from error
 
 
 def near(word: str, known: Iterable[str]) -> str:
@@ -87,6 +89,16 @@ def near(word: str, known: Iterable[str]) -> str:
     if matches:
         return "; did you mean " + " or ".join(f'"{match}"' for match in matches) + "?"
     return "; legal: " + ", ".join(known)
+
+
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's plain styles lose some line breaks ("\\x85" comes back as a space); its double quotes escape them."""
+
+
+_Dumper.add_representer(
+    str,
+    lambda dumper, text: dumper.represent_scalar("tag:yaml.org,2002:str", text, None if text.isprintable() else '"'),
+)
 
 
 def _converter() -> cattrs.Converter:

@@ -64,7 +64,8 @@ def parse_run(args: Sequence[str], prog: str = "functitan train") -> RunConfig:
 
 def parse_check(args: Sequence[str]) -> CheckOptions:
     """As :func:`parse_run`, for ``functitan check``."""
-    return _parse(CheckOptions, args, "functitan check", "Say everything that is wrong with a run. Runs nothing.", _job)
+    text = "Say everything that is wrong with a run. Runs nothing."
+    return _parse(CheckOptions, args, "functitan check", text, _job)
 
 
 def parse_launch(args: Sequence[str]) -> LaunchOptions:
@@ -110,8 +111,8 @@ def _job(options: CheckOptions | LaunchOptions) -> RunOptions:
 def _parse(cls: type[T], args: Sequence[str], prog: str, text: str, job: Callable[[T], RunOptions]) -> T:
     """Parses twice where need be: options are laid over a base, and the base is itself named by the arguments.
 
-    A base is guessed from the arguments for the first time, so that ``functitan train small --help`` shows the values of
-    ``small``; where tyro then reads another one (``--config`` after other options), its answer decides.
+    A first word that is no option is the recipe, so that ``functitan train small --help`` shows that one's values.
+    Where tyro then reads another base (``--config``, a recipe after the options), its answer decides.
     """
     recipe = args[0] if args and not args[0].startswith("-") else recipes.DEFAULT
     options = _tyro(cls, args, prog, text, _base(cls, RunOptions(recipes.recipe(recipe), recipe)))
