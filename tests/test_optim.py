@@ -145,7 +145,8 @@ def test_adamw_equals_torch():
         reference = tree.map(lambda x: x.requires_grad_(), to_torch(random_tree(seed)))
         leaves = tree.leaves(reference)
         theirs = torch.optim.AdamW(leaves, lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
-        for step, (params, _, _) in enumerate(run_ours(optim.adamw(1e-2, 0.9, 0.95, weight_decay=0.1, mask=True), seed)):
+        ours = run_ours(optim.adamw(1e-2, 0.9, 0.95, weight_decay=0.1, mask=True), seed)
+        for step, (params, _, _) in enumerate(ours):
             grads = to_torch(random_tree(1000 * seed + step + 1, scale=0.1 + step % 3))
             for p, g in zip(leaves, tree.leaves(grads)):
                 p.grad = g

@@ -39,7 +39,11 @@ def test_equals_optax_for_ints_and_tensors(name):
 
 @pytest.mark.parametrize("decay", ["linear", "cosine", "sqrt"])
 def test_wsd_equals_its_definition(decay):
-    shape = {"linear": lambda t: 1 - t, "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2, "sqrt": lambda t: 1 - t**0.5}
+    shape = {
+        "linear": lambda t: 1 - t,
+        "cosine": lambda t: (1 + math.cos(math.pi * t)) / 2,
+        "sqrt": lambda t: 1 - t**0.5,
+    }
     schedule = optim.wsd_schedule(1e-3, 40, 10, 15, init_value=1e-5, end_value=1e-4, decay=decay)
     for count in range(60):
         if count < 10:

@@ -24,7 +24,7 @@ from functitan.optim.base import GradientTransformation, map_matching, zero_coun
 
 
 class AccumulatedGradients(NamedTuple):
-    """Gradients of summed losses, in float32, and the weight (a float32 0-dim tensor) that they are to be divided by."""
+    """Gradients of summed losses, in float32, and the weight (a float32 0-dim tensor) to divide them by."""
 
     total: Any
     weight: Tensor
@@ -95,8 +95,8 @@ def multi_steps(inner: GradientTransformation, every: int) -> GradientTransforma
     ) -> tuple[Any, MultiStepsState]:
         if weight is None:
             raise ValueError(
-                "multi_steps: update(grads, state, params, weight=count) needs the weight of the microbatch, the number "
-                "of losses that were summed; multi_steps must be the outermost transformation, as chain passes none"
+                "multi_steps: update(grads, state, params, weight=count) needs the weight of the microbatch, the "
+                "number of losses that were summed; make multi_steps the outermost transformation, as chain passes none"
             )
         accumulated = accumulate(state.accumulated, updates, weight)
         is_last = state.mini_step == every - 1

@@ -1,4 +1,4 @@
-"""Whole optimizers, with optax's names and defaults: ``adamw``, ``adam``, ``sgd``, ``lion``. (``muon`` has its own file.)"""
+"""Whole optimizers, with optax's names and defaults: ``adamw``, ``adam``, ``sgd``, ``lion``; see also muon.py."""
 
 from __future__ import annotations
 

@@ -109,8 +109,8 @@ def map_matching(where: str, fun: Callable, first: Any, *, outputs: int = 1, **r
         columns.append(tree.leaves(other))
         for i, (x, y) in enumerate(zip(leaves, columns[-1])):
             if x.shape != y.shape:
-                path = tree.leaves_with_path(first)[i][0]
-                raise ValueError(f"{where}: {path or 'the leaf'} has shape {tuple(x.shape)}, in {name} {tuple(y.shape)}")
+                path = tree.leaves_with_path(first)[i][0] or "the leaf"
+                raise ValueError(f"{where}: {path} has shape {tuple(x.shape)}, in {name} {tuple(y.shape)}")
     results = [fun(*row) for row in zip(*columns)]
     if outputs == 1:
         return tree.unflatten(treedef, results)
@@ -119,9 +119,10 @@ def map_matching(where: str, fun: Callable, first: Any, *, outputs: int = 1, **r
 
 def _structure_difference(first: Any, name: str, other: Any) -> str:
     mine, theirs = (dict(tree.leaves_with_path(t)) for t in (first, other))
+    missing, extra = mine.keys() - theirs.keys(), theirs.keys() - mine.keys()
     parts = [
         f"{label} {', '.join(sorted(paths)[:3])}{', …' if len(paths) > 3 else ''}"
-        for label, paths in (("missing there:", mine.keys() - theirs.keys()), ("only there:", theirs.keys() - mine.keys()))
+        for label, paths in (("missing there:", missing), ("only there:", extra))
         if paths
     ]
     detail = "; ".join(parts) or f"{tree.structure(first)} against {tree.structure(other)}"

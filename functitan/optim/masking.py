@@ -130,7 +130,8 @@ def _resolve(mask: MaskOrFn, params: Any) -> Any:
     for path, value in tree.leaves_with_path(bools):
         if not isinstance(value, bool):
             raise TypeError(
-                f"masked: the mask at {path or 'the root'} is {type(value).__name__} {value!r}; its leaves are True or False"
+                f"masked: the mask at {path or 'the root'} is {type(value).__name__} {value!r}; "
+                "its leaves are True or False"
             )
     return bools
 

@@ -198,7 +198,8 @@ def wsd_schedule(
     if warmup_steps + decay_steps > total_steps:
         raise ValueError(
             f"{where}: warmup_steps={warmup_steps} and decay_steps={decay_steps} together are more than "
-            f"total_steps={total_steps}; with this warm-up, legal decay_steps: 0 to {max(0, total_steps - warmup_steps)}"
+            f"total_steps={total_steps}; legal warmup_steps: 0 to {total_steps}, "
+            f"with this one legal decay_steps: 0 to {max(0, total_steps - warmup_steps)}"
         )
     return join_schedules(
         [

@@ -193,7 +193,7 @@ def add_decayed_weights(weight_decay: float | Schedule = 0.0, mask: MaskOrFn | N
 
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         if params is None:
-            raise ValueError("add_decayed_weights: weight decay needs the parameters; call update(updates, state, params)")
+            raise ValueError("add_decayed_weights needs the parameters; call update(updates, state, params)")
         if callable(weight_decay):
             amount = weight_decay(state.count)
             new = map_matching("add_decayed_weights", lambda g, p: g + amount * p, updates, params=params)
