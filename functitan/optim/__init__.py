@@ -5,8 +5,8 @@
 >>> updates, state = optimizer.update(grads, state, params)
 >>> params = apply_updates(params, updates)
 
-Two things differ from optax by design: weight decay skips norms and biases by default (:func:`add_decayed_weights`), and
-accumulation over microbatches weights by valid tokens (:func:`multi_steps`).
+Two things differ from optax by design: weight decay skips norms and biases by default (:func:`add_decayed_weights`),
+and accumulation over microbatches weights by valid tokens (:func:`multi_steps`).
 """
 
 from functitan.optim.accumulation import (
