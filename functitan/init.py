@@ -23,6 +23,7 @@ from torch import Tensor
 
 from functitan import random
 from functitan.random import Region
+from functitan.random.distributions import check_float
 from functitan.random.special import round_to
 from functitan.random.threefry import check_region, check_shape
 
@@ -35,7 +36,7 @@ _TRUNCATED_STDDEV = 0.87962566103423978
 
 
 class Initializer(Protocol):
-    """``(key, shape, dtype) -> Tensor`` of that shape, or of the sizes of ``region``: ``(start, size)`` for every dim."""
+    """Makes a tensor of ``shape``, or of the sizes of ``region``: ``(start, size)`` for every dim of ``shape``."""
 
     def __call__(
         self, key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, region: Region | None = None
@@ -103,7 +104,7 @@ def variance_scaling(
 
 
 def fan_in(scale: float = 1.0, in_axis: Axes = -2, out_axis: Axes = -1, batch_axis: Axes = ()) -> Initializer:
-    """Truncated normal values of variance ``scale / fan_in``; the residual branches of deep models use a small scale."""
+    """Truncated normal values of variance ``scale / fan_in``; residual branches of deep models use a small scale."""
     return variance_scaling(scale, "fan_in", "truncated_normal", in_axis, out_axis, batch_axis)
 
 
@@ -233,6 +234,7 @@ class _VarianceScaling:
     def __call__(
         self, key: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.float32, *, region: Region | None = None
     ) -> Tensor:
+        check_float("init", dtype)
         fan_in, fan_out = _fans(check_shape("init", shape), self.in_axis, self.out_axis, self.batch_axis)
         fan = {
             "fan_in": fan_in,
@@ -258,8 +260,8 @@ def _fans(shape: tuple[int, ...], in_axis: Axes, out_axis: Axes, batch_axis: Axe
     axes = [(axis,) if isinstance(axis, int) else axis for axis in (in_axis, out_axis, batch_axis)]
     flat = [axis for group in axes for axis in group]
     if any(not -len(shape) <= axis < len(shape) for axis in flat):
-        raise ValueError(f"{what} do not fit shape {shape}: legal are {-len(shape)} to {len(shape) - 1}" if shape
-                         else f"{what}: a scalar has no fans; use normal() or constant()")
+        legal = f"legal are {-len(shape)} to {len(shape) - 1}" if shape else "a scalar has no fans, use normal()"
+        raise ValueError(f"{what} do not fit shape {shape}: {legal}")
     if len({axis % len(shape) for axis in flat}) < len(flat):
         raise ValueError(f"{what} name a dim of shape {shape} twice")
     if 0 in shape:

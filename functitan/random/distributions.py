@@ -48,7 +48,7 @@ def uniform(
     Raises:
         ValueError: ``minval > maxval``, a bound that is not finite in ``dtype``, or another dtype.
     """
-    _check_float("uniform", dtype)
+    check_float("random.uniform", dtype)
     largest = torch.finfo(dtype).max
     if not _tensors(minval, maxval) and not -largest <= minval <= maxval <= largest:
         raise ValueError(
@@ -56,7 +56,7 @@ def uniform(
             f"got minval={minval}, maxval={maxval}"
         )
     return draw(
-        "uniform",
+        "random.uniform",
         key,
         shape,
         region,
@@ -69,10 +69,10 @@ def normal(
     key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32, *, region: Region | None = None
 ) -> Tensor:
     """Standard normal values, ``sqrt(2) * erf_inv(u)`` of a uniform ``u`` in (-1, 1); arguments as :func:`uniform`."""
-    _check_float("normal", dtype)
+    check_float("random.normal", dtype)
     lowest = -1.0 + torch.finfo(dtype).eps / 2  # the number next to -1
     return draw(
-        "normal", key, shape, region, lambda x0, x1: _sqrt2_erf_inv(_scale(_unit(x0, x1, dtype), lowest, 1.0))
+        "random.normal", key, shape, region, lambda x0, x1: _sqrt2_erf_inv(_scale(_unit(x0, x1, dtype), lowest, 1.0))
     )
 
 
@@ -94,7 +94,7 @@ def truncated_normal(
     Raises:
         ValueError: ``lower >= upper``.
     """
-    _check_float("truncated_normal", dtype)
+    check_float("random.truncated_normal", dtype)
     if not _tensors(lower, upper) and not lower < upper:
         raise ValueError(f"random.truncated_normal: lower must be below upper, got lower={lower}, upper={upper}")
     if shape is None:
@@ -105,7 +105,7 @@ def truncated_normal(
     # Rounding may give a bound itself, or infinity where erf(upper / sqrt(2)) rounds to 1.
     lowest, highest = _next_up(low.detach()), -_next_up(-high.detach())
     return draw(
-        "truncated_normal",
+        "random.truncated_normal",
         key,
         shape,
         region,
@@ -118,18 +118,18 @@ def exponential(
     key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32, *, region: Region | None = None
 ) -> Tensor:
     """Values with the density ``exp(-x)`` on ``x >= 0``; arguments as :func:`uniform`."""
-    _check_float("exponential", dtype)
-    return draw("exponential", key, shape, region, lambda x0, x1: -torch.log1p(-_unit(x0, x1, dtype)))
+    check_float("random.exponential", dtype)
+    return draw("random.exponential", key, shape, region, lambda x0, x1: -torch.log1p(-_unit(x0, x1, dtype)))
 
 
 def gumbel(
     key: Tensor, shape: Sequence[int] = (), dtype: torch.dtype = torch.float32, *, region: Region | None = None
 ) -> Tensor:
     """Values with the density ``exp(-(x + exp(-x)))``, by JAX's default mode "low"; arguments as :func:`uniform`."""
-    _check_float("gumbel", dtype)
+    check_float("random.gumbel", dtype)
     tiny = torch.finfo(dtype).tiny
     return draw(
-        "gumbel", key, shape, region, lambda x0, x1: -torch.log(-torch.log(_scale(_unit(x0, x1, dtype), tiny, 1.0)))
+        "random.gumbel", key, shape, region, lambda x0, x1: -torch.log(-torch.log(_scale(_unit(x0, x1, dtype), tiny, 1.0)))
     )
 
 
@@ -148,14 +148,14 @@ def bernoulli(
     """
     if isinstance(p, Tensor):
         dtype = p.dtype
-        _check_float("bernoulli", dtype)
+        check_float("random.bernoulli", dtype)
     else:
         dtype = torch.float32
         if not 0.0 <= p <= 1.0:
             raise ValueError(f"random.bernoulli: p must be in [0, 1], got {p}")
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
-    return draw("bernoulli", key, shape, region, lambda x0, x1: _unit(x0, x1, dtype) < p, blocked=_scalars(p))
+    return draw("random.bernoulli", key, shape, region, lambda x0, x1: _unit(x0, x1, dtype) < p, blocked=_scalars(p))
 
 
 def randint(
@@ -206,12 +206,12 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, shape: Sequence[int
     Raises:
         ValueError: ``shape`` does not end so, or ``axis`` is out of range.
     """
-    _check_float("categorical", logits.dtype)
+    check_float("random.categorical", logits.dtype)
     if not -logits.dim() <= axis < logits.dim():
         raise ValueError(f"random.categorical: axis {axis} is out of range for logits of shape {tuple(logits.shape)}")
     axis %= logits.dim()
     batch = (*logits.shape[:axis], *logits.shape[axis + 1 :])
-    shape = batch if shape is None else check_shape("categorical", shape)
+    shape = batch if shape is None else check_shape("random.categorical", shape)
     lead = len(shape) - len(batch)
     if shape[max(lead, 0) :] != batch:
         raise ValueError(
@@ -227,7 +227,8 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
         independent: shuffle every vector along ``axis`` on its own, instead of all alike.
 
     Raises:
-        TypeError: ``x`` is neither an int nor a tensor with a dim. ValueError: a negative int, or ``axis`` out of range.
+        TypeError: ``x`` is neither an int nor a tensor with a dim.
+        ValueError: a negative int, or ``axis`` out of range.
     """
     if isinstance(x, Tensor) and x.dim():
         if not -x.dim() <= axis < x.dim():
@@ -237,13 +238,15 @@ def permutation(key: Tensor, x: int | Tensor, axis: int = 0, independent: bool =
         return x.index_select(axis, _shuffled_index(key, (x.shape[axis],), 0))
     if isinstance(x, Tensor) or not hasattr(x, "__index__"):
         raise TypeError(f"random.permutation: x must be an int or a tensor of at least one dim, got {x!r}")
+    if x < 0:
+        raise ValueError(f"random.permutation: x must not be negative, got {x}")
     return _shuffled_index(key, (x,), 0)
 
 
 def _shuffled_index(key: Tensor, shape: tuple[int, ...], axis: int) -> Tensor:
     """A permutation of the indices along ``axis`` for every vector: sorts by random 32-bit keys, as often as makes
     ties in all rounds together unlikely (JAX's rule: 3 * log(size) / log(2**32 - 1) rounds)."""
-    size = math.prod(check_shape("permutation", shape))
+    size = math.prod(check_shape("random.permutation", shape))
     ones = [1] * len(shape)
     ones[axis] = -1
     index = torch.arange(shape[axis], device=key.device).reshape(ones).expand(shape)
@@ -314,6 +317,6 @@ def _names(dtypes: Sequence[torch.dtype]) -> str:
     return ", ".join(map(str, dtypes))
 
 
-def _check_float(name: str, dtype: torch.dtype) -> None:
+def check_float(name: str, dtype: torch.dtype) -> None:
     if dtype not in _FLOATS:
-        raise ValueError(f"random.{name}: dtype must be one of {_names(tuple(_FLOATS))}, got {dtype}")
+        raise ValueError(f"{name}: dtype must be one of {_names(tuple(_FLOATS))}, got {dtype}")

@@ -1,4 +1,4 @@
-"""Arithmetic that rounds as XLA does: ``erf`` and ``erf_inv`` in float32, so that normals agree with JAX's in the tails.
+"""Arithmetic that rounds as XLA's: ``erf`` and ``erf_inv`` in float32, so that normals agree with JAX's in the tails.
 
 torch's own functions are as accurate, but round otherwise: ``torch.erfinv`` moves normals by up to 2e-5.
 """
@@ -67,7 +67,8 @@ def erf_inv(x: Tensor) -> Tensor:
     # The clamp keeps the gradient finite at w = 0, where that of the square root is not and the branch is not taken.
     tail = torch.sqrt(w.clamp(min=5.0)) - 3.0
     p = torch.where(w < 5.0, _horner(_ERF_INV_CENTRAL, w - 2.5), _horner(_ERF_INV_TAIL, tail))
-    return torch.where(x.abs() == 1.0, x * torch.inf, p * x)
+    # Not x * inf, whose gradient would be NaN everywhere.
+    return torch.where(x.abs() == 1.0, torch.full_like(x, torch.inf).copysign(x), p * x)
 
 
 def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:

@@ -25,9 +25,10 @@ Region = Sequence[tuple[int, int]]
 
 _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = 0x1BD11BDA
-# Elements hashed at a time. On a CPU a block's temporaries then stay in the cache of one core (3 times faster than
-# whole arrays); elsewhere the block only bounds the memory of the temporaries, about 6 times that of the block.
-_CPU_BLOCK_PER_THREAD = 1 << 15
+# Elements hashed at a time. A CPU block's temporaries stay in the cache, 3 times faster than whole arrays, and torch
+# runs operations of this size on one thread, as a barrier after each of the 130 would cost more than it gains.
+# Elsewhere the block only bounds the memory of the temporaries, about 6 times its own.
+_CPU_BLOCK = 1 << 15
 _DEVICE_BLOCK = 1 << 24
 
 
@@ -39,7 +40,7 @@ def threefry2x32(key0: Tensor, key1: Tensor, x0: Tensor | int, x1: Tensor) -> tu
     for group in range(5):
         for rotation in _ROTATIONS[group % 2]:
             x0 = x0 + x1
-            # x1 rotated left: int32 >> copies the sign, hence the mask; + alpha * x1 is `| (x1 << rotation)` in one pass.
+            # x1 rotated left: int32 >> copies the sign, hence the mask; adding alpha * x1 is `| (x1 << rotation)`.
             low = (x1 >> (32 - rotation)) & ((1 << rotation) - 1)
             x1 = torch.add(low, x1, alpha=1 << rotation) ^ x0
         x0 = x0 + keys[(group + 1) % 3]
@@ -80,8 +81,8 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
 
     A batch of keys ``[..., 2]`` is split key by key, as by ``vmap``: ``[..., num, 2]``.
     """
-    words = _key_words("split", key, batched=True)
-    shape = check_shape("split", (num,) if hasattr(num, "__index__") else num, what="num")
+    words = _key_words("random.split", key, batched=True)
+    shape = check_shape("random.split", (num,) if hasattr(num, "__index__") else num, what="num")
     key0, key1 = (word.reshape(word.shape + (1,) * len(shape)) for word in words.unbind(-1))
     x0, x1 = _counters([(0, n) for n in shape], shape, words.device)
     out = torch.stack(threefry2x32(key0, key1, x0, x1), dim=-1)
@@ -100,7 +101,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     Raises:
         TypeError: the data is no integer. OverflowError: it is an int outside ``[0, 2**32)``.
     """
-    words = _key_words("fold_in", key, batched=True)
+    words = _key_words("random.fold_in", key, batched=True)
     if isinstance(data, Tensor):
         if data.is_floating_point() or data.is_complex():
             raise TypeError(f"random.fold_in: data must be an integer, got {data.dtype}")
@@ -136,7 +137,7 @@ def bits(
     if dtype not in _WORDS_TO_BITS:
         legal = ", ".join(map(str, _WORDS_TO_BITS))
         raise ValueError(f"random.bits: dtype must be one of {legal}, got {dtype}")
-    return draw("bits", key, shape, region, _WORDS_TO_BITS[dtype])
+    return draw("random.bits", key, shape, region, _WORDS_TO_BITS[dtype])
 
 
 def words64(x0: Tensor, x1: Tensor) -> Tensor:
@@ -164,7 +165,7 @@ def draw(
     """``finish(x0, x1)`` of the two random words (int32) of every element of ``shape``, or of ``region`` of it.
 
     Args:
-        name: the public function that errors name.
+        name: the public function that errors name: ``random.normal``.
         finish: element by element; also called on flat parts of the region, unless ``blocked`` is False.
         blocked: set to False where ``finish`` broadcasts tensors against the region.
     """
@@ -189,7 +190,7 @@ def _block_size(key: Tensor) -> int | None:
     if torch.compiler.is_compiling() or type(key) is not Tensor or get_proxy_mode() is not None:
         return None
     if key.device.type == "cpu":
-        return _CPU_BLOCK_PER_THREAD * torch.get_num_threads()
+        return _CPU_BLOCK
     return None if key.device.type == "meta" else _DEVICE_BLOCK
 
 
@@ -252,7 +253,7 @@ def _signed32(x: int) -> int:
 
 def _key_words(name: str, key: Tensor, *, batched: bool = False) -> Tensor:
     """The key's words as int32, or the error that says what a key is."""
-    wanted = f"random.{name}: key must be a torch.uint32 tensor of shape {'[..., 2]' if batched else '[2]'}"
+    wanted = f"{name}: key must be a torch.uint32 tensor of shape {'[..., 2]' if batched else '[2]'}"
     if not isinstance(key, Tensor):
         raise TypeError(f"{wanted}, got {type(key).__name__}; make one with functitan.random.key(seed)")
     if key.dtype != torch.uint32:
@@ -269,11 +270,11 @@ def check_shape(name: str, shape: Sequence[int], *, what: str = "shape") -> tupl
     try:
         dims = tuple(operator.index(dim) for dim in shape)
     except TypeError:
-        raise TypeError(f"random.{name}: {what} must be a sequence of ints such as (2, 3), got {shape!r}") from None
+        raise TypeError(f"{name}: {what} must be a sequence of ints such as (2, 3), got {shape!r}") from None
     if any(dim < 0 for dim in dims):
-        raise ValueError(f"random.{name}: {what} must have no negative dim, got {dims}")
+        raise ValueError(f"{name}: {what} must have no negative dim, got {dims}")
     if math.prod(dims) > 2**63:
-        raise ValueError(f"random.{name}: {what} {dims} has more than 2**63 elements, which 64-bit counters cannot number")
+        raise ValueError(f"{name}: {what} {dims} has more than 2**63 elements, which no counter numbers")
     return dims
 
 
@@ -284,14 +285,14 @@ def check_region(name: str, shape: tuple[int, ...], region: Region | None) -> Re
         spans = tuple((operator.index(start), operator.index(size)) for start, size in region)
     except (TypeError, ValueError):
         raise TypeError(
-            f"random.{name}: region must be a pair (start, size) for every dim of shape {shape}, got {region!r}"
+            f"{name}: region must be a pair (start, size) for every dim of shape {shape}, got {region!r}"
         ) from None
     if len(spans) != len(shape):
-        raise ValueError(f"random.{name}: region {spans} has {len(spans)} dims, but shape {shape} has {len(shape)}")
+        raise ValueError(f"{name}: region {spans} has {len(spans)} dims, but shape {shape} has {len(shape)}")
     for dim, ((start, size), extent) in enumerate(zip(spans, shape)):
         if start < 0 or size < 0 or start + size > extent:
             raise ValueError(
-                f"random.{name}: region (start, size) = {(start, size)} of dim {dim} is outside of its {extent} elements "
-                f"(shape {shape})"
+                f"{name}: region (start, size) = {(start, size)} of dim {dim} is outside of its {extent} "
+                f"elements (shape {shape})"
             )
     return spans
