@@ -4,7 +4,7 @@ import re
 import shlex
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from train import cli
@@ -115,6 +115,7 @@ def test_bad_node_lists(text):
         expand_nodelist(text)
 
 
+@settings(deadline=None)
 @given(st.integers(0, 500), st.integers(0, 200), st.integers(1, 5))
 def test_a_range_keeps_its_width(first, more, width):
     last = first + more

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from matplotlib.image import imread
 from rich.console import Console
@@ -59,6 +59,7 @@ def test_resuming_cuts_the_steps_that_are_done_again(tmp_path, no_tensorboard):
     assert steps_of(tmp_path) == [1], "a new run starts an empty file"
 
 
+@settings(deadline=None)
 @given(cut=st.integers(0, 400), resume_step=st.integers(0, 6))
 def test_a_file_cut_anywhere_resumes(tmp_path_factory, cut, resume_step):
     """A kill can leave any prefix of the file; every step then still appears once, in order, and every line is JSON."""
