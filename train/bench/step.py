@@ -1,0 +1,138 @@
+"""``functitan bench step``: time and memory of a training step, functitan against PyTorch and JAX, in one run."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import attrs
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from models.llama import SIZES
+from train.bench.rounds import MIB, Figures, measure
+from train.bench.variants import VARIANTS, Setting
+from train.config_text import ConfigError, near
+from train.recipes import recipe
+
+BASE = "module"
+"""What the others are compared with."""
+
+
+@attrs.frozen
+class StepBench:
+    """What to measure."""
+
+    model: str = "debug"
+    """Size of the model; see functitan train --help for the recipes' own."""
+    batch_size: int = 16
+    """Sequences in a step."""
+    seq_len: int = 256
+    """Tokens in a sequence."""
+    rounds: int = 7
+    """In each round every variant runs in turn; at least 5."""
+    steps: int = 5
+    """Steps of a variant in a round."""
+    only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = ()
+    """Some of the variants; all by default."""
+    json: Path | None = None
+    """File to write the figures to."""
+
+
+def main(args: Sequence[str]) -> int:
+    options = tyro.cli(StepBench, prog="functitan bench step", description=__doc__, args=list(args))
+    _check(options)
+    names = [name for name in VARIANTS if not options.only or name in options.only]
+    model = recipe("debug").model if options.model == "debug" else SIZES[options.model]
+    setting = Setting(model, options.batch_size, options.seq_len)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)  # a table in a log or a file is not cut
+    with console.status("starting") as status:
+        figures, failed = measure(
+            {name: functools.partial(VARIANTS[name], setting) for name in names},
+            options.rounds, options.steps, progress=status.update,
+        )  # fmt: skip
+    _print(console, options, figures, failed)
+    if options.json is not None:
+        options.json.write_text(json.dumps(_as_data(options, figures, failed), indent=2) + "\n", encoding="utf-8")
+    return 0 if figures else 1
+
+
+def _check(options: StepBench) -> None:
+    problems = [
+        f"--{name.replace('_', '-')}: is {getattr(options, name)}; give {low} or more"
+        for name, low in (("batch_size", 1), ("seq_len", 1), ("rounds", 5), ("steps", 1))
+        if getattr(options, name) < low
+    ]
+    if options.model not in SIZES:
+        problems.append(f"--model: unknown size {options.model!r}{near(options.model, SIZES)}")
+    problems += [f"--only: unknown variant {name!r}{near(name, VARIANTS)}" for name in options.only if name not in VARIANTS]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _print(console: Console, options: StepBench, figures: dict[str, Figures], failed: dict[str, str]) -> None:
+    console.print(
+        f"{options.model}, {options.batch_size} x {options.seq_len} tokens a step, {options.rounds} rounds of {options.steps} "
+        f"steps in turn\ntorch {torch.__version__}, {torch.get_num_threads()} threads, {_cpu()}",
+        highlight=False,
+    )
+    base = figures.get(BASE)
+    table = Table()
+    table.add_column("variant", no_wrap=True)
+    for title in ("ms a step", "(min, max)", f"over {BASE}", "(min, max)", "peak MiB", f"over {BASE}", "start s", "loss"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, f in figures.items():
+        ratios = f.ratios(base) if base else None
+        table.add_row(
+            name,
+            *_spread([1e3 * s for s in f.seconds], ".1f"),
+            *(_spread(ratios, ".2f") if ratios else ("n/a", "")),
+            f"{f.peak_bytes / MIB:,.0f}",
+            f"{f.peak_bytes / base.peak_bytes:.2f}" if base else "n/a",
+            f"{f.start_seconds:.1f}",
+            f"{f.loss:.4f}",
+        )
+    console.print(table)
+    if {"jit+inductor", "module+compile"} <= figures.keys():
+        ratios = figures["jit+inductor"].ratios(figures["module+compile"])
+        console.print("jit+inductor over module+compile: {} {}".format(*_spread(ratios, ".2f")))
+    console.print("Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a step")
+    console.print("adds to it. start: capture and compilation, to the end of the first step. loss: after all steps.")
+    for name, reason in failed.items():
+        console.print(f"{name}: not measured: {reason}", markup=False)
+
+
+def _as_data(options: StepBench, figures: dict[str, Figures], failed: dict[str, str]) -> dict:
+    return {
+        "options": {k: v for k, v in attrs.asdict(options).items() if k != "json"},
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "cpu": _cpu(),
+        "figures": {name: attrs.asdict(f) for name, f in figures.items()},
+        "ratios_over_module": {name: f.ratios(figures[BASE]) for name, f in figures.items()} if BASE in figures else {},
+        "failed": failed,
+    }
+
+
+def _spread(values: Sequence[float], spec: str) -> tuple[str, str]:
+    """The median, and the range in brackets."""
+    return format(statistics.median(values), spec), f"({min(values):{spec}}, {max(values):{spec}})"
+
+
+def _cpu() -> str:
+    info = Path("/proc/cpuinfo")
+    if info.exists():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
+    return platform.processor() or platform.machine()
