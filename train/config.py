@@ -176,8 +176,12 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
     Returns:
         The problems; empty where there are none. Needs no device, no process group and no data.
     """
-    train = config.train
-    return [*_counts(train), *_optim(config.optim, train.steps), *config_problems(config.data), *_layout(config, devices)]
+    return [
+        *_counts(config.train),
+        *_optim(config.optim, config.train.steps),
+        *config_problems(config.data),
+        *_layout(config, devices),
+    ]
 
 
 def _counts(train: TrainConfig) -> list[str]:
