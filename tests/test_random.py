@@ -1,4 +1,4 @@
-"""functitan.random: equal to golden values of jax.random, to jax itself, and to its own definition on slices."""
+"""functitan.random: equal to golden values of jax.random and to jax itself; moments; errors."""
 
 import json
 import math
@@ -7,74 +7,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.func import vmap
+from random_helpers import DRAWS, assert_same
 
 from functitan import random
 from functitan.random import special, threefry
 
 GOLDEN = json.loads((Path(__file__).parent / "golden" / "random.json").read_text())
-
-# Name -> a draw from one key; the same names are in the golden file.
-DRAWS = {
-    "key": lambda key: key,
-    "split": lambda key: random.split(key, (3, 2)),
-    "fold_in": lambda key: random.fold_in(key, 123456789),
-    "bits8": lambda key: random.bits(key, (8,), torch.uint8),
-    "bits16": lambda key: random.bits(key, (8,), torch.uint16),
-    "bits32": lambda key: random.bits(key, (2, 3, 4)),
-    "uniform": lambda key: random.uniform(key, (2, 8)),
-    "uniform_range": lambda key: random.uniform(key, (16,), minval=-0.37, maxval=5.91),
-    "uniform_bfloat16": lambda key: random.uniform(key, (16,), torch.bfloat16),
-    "uniform_float16": lambda key: random.uniform(key, (16,), torch.float16),
-    "normal": lambda key: random.normal(key, (4, 8)),
-    "normal_bfloat16": lambda key: random.normal(key, (16,), torch.bfloat16),
-    "normal_float16": lambda key: random.normal(key, (16,), torch.float16),
-    "truncated_normal": lambda key: random.truncated_normal(key, -2.0, 2.0, (16,)),
-    "exponential": lambda key: random.exponential(key, (16,)),
-    "gumbel": lambda key: random.gumbel(key, (16,)),
-    "bernoulli": lambda key: random.bernoulli(key, 0.3, (16,)),
-    "randint": lambda key: random.randint(key, (16,), -5, 1000),
-    "randint_full": lambda key: random.randint(key, (8,), -(2**31), 2**31 - 1),
-    "randint_uint8": lambda key: random.randint(key, (16,), 0, 256, torch.uint8),
-    "categorical": lambda key: random.categorical(key, torch.linspace(-2.0, 2.0, 5, device=key.device), shape=(16,)),
-    "permutation": lambda key: random.permutation(key, 20),
-    "permutation_rows": lambda key: random.permutation(
-        key, torch.arange(12, device=key.device).reshape(3, 4), 1, independent=True
-    ),
-}
 ROUNDED = {"normal", "truncated_normal", "exponential", "gumbel"}
 
 
 def numpy(x: torch.Tensor) -> np.ndarray:
     return x.double().numpy() if x.is_floating_point() else x.numpy()
-
-
-def as_signed(x: torch.Tensor) -> torch.Tensor:
-    """torch compares and stacks few unsigned dtypes; the bits as signed integers."""
-    signed = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
-    return x.view(signed[x.dtype]) if x.dtype in signed else x
-
-
-def assert_same(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    assert actual.dtype == expected.dtype
-    assert torch.equal(as_signed(actual), as_signed(expected))
-
-
-def threefry_numpy(key: np.ndarray, index: np.ndarray) -> np.ndarray:
-    """bits[index] of an array of any size, from the definition: rotations and all in numpy's uint32."""
-    k = np.array([[key[0]], [key[1]], [key[0] ^ key[1] ^ np.uint32(0x1BD11BDA)]])  # arrays wrap, scalars warn
-    shape, index = index.shape, index.reshape(-1)
-    x0, x1 = (index >> np.uint64(32)).astype(np.uint32) + k[0], index.astype(np.uint32) + k[1]
-    for i, rotation in enumerate([13, 15, 26, 6, 17, 29, 16, 24] * 2 + [13, 15, 26, 6]):
-        x0 = x0 + x1
-        x1 = (x1 << np.uint32(rotation) | x1 >> np.uint32(32 - rotation)) ^ x0
-        if i % 4 == 3:
-            group = i // 4 + 1
-            x0, x1 = x0 + k[group % 3], x1 + k[(group + 1) % 3] + np.uint32(group)
-    return (x0 ^ x1).reshape(shape)
 
 
 # -- Values ----------------------------------------------------------------------------------------------------------
@@ -108,9 +53,9 @@ def test_golden_values_of_jax(seed, name):
 def test_hundreds_of_keys_and_shapes_equal_jax():
     jax = pytest.importorskip("jax")
     rng = np.random.default_rng(0)
-    shapes = [(), (0,), (3, 0, 2)] + [tuple(rng.integers(1, 9, size=dims)) for dims in (1, 1, 2, 2, 3, 4)]
+    shapes = [(), (0,), (3, 0, 2)] + [tuple(rng.integers(1, 9, size=dims)) for dims in (1, 2, 3, 4)]
     for shape in shapes:  # jax compiles for every shape, which is what takes time here
-        seeds = rng.integers(-(2**62), 2**62, size=40).tolist()
+        seeds = rng.integers(-(2**62), 2**62, size=50).tolist()
         keys = jax.numpy.stack([jax.random.key(seed) for seed in seeds])
         draws = jax.jit(
             jax.vmap(lambda k: (jax.random.bits(k, shape), jax.random.uniform(k, shape), jax.random.normal(k, shape)))
@@ -268,129 +213,6 @@ def test_round_to_rounds_as_torch(x, dtype):
         assert special.round_to(single, dtype) == rounded.item()
 
 
-# -- Slices ----------------------------------------------------------------------------------------------------------
-
-
-@st.composite
-def shape_and_region(draw):
-    shape = draw(st.lists(st.integers(0, 6), max_size=4))
-    starts = [draw(st.integers(0, dim)) for dim in shape]
-    return tuple(shape), tuple((start, draw(st.integers(0, dim - start))) for start, dim in zip(starts, shape))
-
-
-@settings(max_examples=150, deadline=None)
-@given(shape_and_region(), st.integers(0, 2**32 - 1), st.sampled_from([1, 3, 1 << 15]))
-def test_region_equals_the_slice_of_the_whole_in_blocks_of_any_size(shape_region, seed, block):
-    shape, region = shape_region
-    key = random.key(seed)
-    cut = tuple(slice(start, start + size) for start, size in region)
-    index = np.arange(math.prod(shape), dtype=np.uint64).reshape(shape)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threefry, "_CPU_BLOCK", block)
-        whole, part = random.bits(key, shape), random.bits(key, shape, region=region)
-        normal, normal_part = random.normal(key, shape), random.normal(key, shape, region=region)
-    np.testing.assert_array_equal(whole.numpy(), threefry_numpy(key.numpy(), index))
-    assert_same(part, as_signed(whole)[cut].view(torch.uint32))
-    assert_same(normal_part, normal[cut])
-
-
-@pytest.mark.parametrize(
-    "draw",
-    [
-        lambda key, shape, **kw: random.uniform(key, shape, torch.float16, -0.1, 0.3, **kw),
-        lambda key, shape, **kw: random.truncated_normal(key, -2.0, 1.0, shape, torch.bfloat16, **kw),
-        lambda key, shape, **kw: random.gumbel(key, shape, **kw),
-        lambda key, shape, **kw: random.exponential(key, shape, **kw),
-        lambda key, shape, **kw: random.bernoulli(key, 0.25, shape, **kw),
-        lambda key, shape, **kw: random.randint(key, shape, 0, 99, **kw),
-    ],
-)
-def test_every_distribution_takes_a_region(draw):
-    key, shape = random.key(9), (6, 5, 4)
-    assert_same(draw(key, shape, region=((2, 3), (0, 5), (1, 2))), draw(key, shape)[2:5, :, 1:3])
-
-
-def test_tensor_parameters_belong_to_the_region():
-    key, p = random.key(1), torch.linspace(0.0, 1.0, 8)
-    whole = random.bernoulli(key, p, (4, 8))
-    assert_same(random.bernoulli(key, p[2:6], (4, 8), region=((1, 2), (2, 4))), whole[1:3, 2:6])
-
-
-@pytest.mark.parametrize(
-    "shape, region",
-    [
-        ((2**20, 2**14), ((2**18 - 2, 4), (2**14 - 3, 3))),  # crosses element 2**32
-        ((2**20, 2**14), ((2**20 - 1, 1), (100, 50))),
-        ((2**32 + 10,), ((2**32 - 5, 10),)),
-        ((2**31, 2**31), ((2**31 - 2, 2), (2**31 - 4, 4))),
-        ((3, 2**33), ((0, 3), (2**31 - 2, 4))),
-    ],
-)
-def test_slices_of_arrays_past_32_bit_indices(shape, region):
-    key = random.key(2**31 + 7)
-    index = np.zeros((), np.uint64)
-    for dim, (start, size) in enumerate(region):
-        stride = np.uint64(math.prod(shape[dim + 1 :]))
-        index = index[..., None] + np.arange(start, start + size, dtype=np.uint64) * stride
-    np.testing.assert_array_equal(
-        random.bits(key, shape, region=region).numpy(), threefry_numpy(key.numpy(), index)
-    )
-
-
-def test_large_draws_in_blocks_equal_one_capture():
-    shape = (3, 70_000)  # several blocks when run, none when captured
-    key = random.key(4)
-    graph = make_fx(lambda k: random.normal(k, shape), tracing_mode="fake")(key)
-    assert len(graph.graph.nodes) < 300
-    assert_same(graph(key), random.normal(key, shape))
-
-
-# -- Transformations -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_capture_gives_a_pure_graph_of_the_key(name):
-    graph = make_fx(DRAWS[name], tracing_mode="fake")(random.key(0))
-    schemas = [node.target._schema for node in graph.graph.nodes if hasattr(node.target, "_schema")]
-    assert not any(schema.is_mutable for schema in schemas)
-    assert_same(graph(random.key(1)), DRAWS[name](random.key(1)))
-
-
-def test_a_key_can_be_made_from_a_traced_seed():
-    graph = make_fx(lambda seed: random.normal(random.key(seed), (3,)), tracing_mode="fake")(torch.tensor(0))
-    assert_same(graph(torch.tensor(8)), random.normal(random.key(8), (3,)))
-
-
-@pytest.mark.parametrize("name", DRAWS)
-def test_vmap_over_keys_is_a_loop(name):
-    keys = random.split(random.key(3), 4)
-    loop = [as_signed(DRAWS[name](key)) for key in keys]
-    assert torch.equal(as_signed(vmap(DRAWS[name])(keys)), torch.stack(loop))
-
-
-def test_vmap_over_parameters_and_blocks():
-    key, p = random.key(3), torch.tensor([0.1, 0.9])
-    mapped = vmap(lambda p: random.bernoulli(key, p, (50_000,)))(p)
-    assert_same(mapped, torch.stack([random.bernoulli(key, value, (50_000,)) for value in p]))
-    data = torch.arange(3)
-    assert_same(vmap(lambda i: random.fold_in(key, i))(data), random.fold_in(key, data))
-
-
-def test_batches_of_keys():
-    keys = random.split(random.key(0), (2, 3))
-    assert_same(random.split(keys, 4), vmap(vmap(lambda key: random.split(key, 4)))(keys))
-    assert_same(random.fold_in(keys, 9), vmap(vmap(lambda key: random.fold_in(key, 9)))(keys))
-    assert random.fold_in(keys, torch.arange(3)).shape == (2, 3, 2)
-
-
-def test_draws_live_on_the_device_of_the_key():
-    key = torch.empty(2, dtype=torch.uint32, device="meta")
-    for name, draw in DRAWS.items():
-        assert draw(key).device.type == "meta", name
-    # Tables of any size can be planned without a loop over their blocks.
-    assert random.normal(key, (2**20, 2**14)).shape == (2**20, 2**14)
-
-
 # -- Statistics ------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +273,11 @@ KEY = random.key(0)
         (lambda: random.fold_in(KEY, -1), OverflowError, r"in \[0, 2\*\*32\), got -1"),
         (lambda: random.fold_in(KEY, 1.5), TypeError, "data must be an integer, got 1.5"),
         (lambda: random.fold_in(KEY, torch.tensor(1.5)), TypeError, "data must be an integer, got torch.float32"),
+        (lambda: random.fold_in(random.split(KEY, 3), torch.arange(4)), ValueError, r"\(4,\) and .* \(3,\) do not"),
+        (lambda: random.bernoulli(KEY, torch.zeros(5), (1,)), ValueError, r"\(5,\) does not broadcast .* \(1,\)"),
+        (lambda: random.uniform(KEY, (4,), maxval=torch.zeros(2, 4)), ValueError, r"\(2, 4\) does not broadcast"),
+        (lambda: random.randint(KEY, (3,), 0, torch.ones(2).int()), ValueError, r"\(2,\) does not broadcast"),
+        (lambda: random.categorical(KEY, [0.1, 0.9]), TypeError, "logits must be a tensor, got list"),
         (lambda: random.key(1.5), TypeError, "seed must be an integer, got 1.5"),
         (lambda: random.key(2**63), OverflowError, r"seed must be in \[-2\*\*63, 2\*\*63\)"),
         (lambda: random.key(torch.zeros(2)), TypeError, r"an integer scalar, got torch.float32 of shape \(2,\)"),

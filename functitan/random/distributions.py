@@ -6,7 +6,7 @@ the region. Integers and uniforms of up to 32 bits equal JAX's to the bit; what 
 agrees to about 1e-6 of its size (float16: to a rounding).
 
 Errors are a TypeError for a wrong key, shape or kind of argument and a ValueError for a wrong dtype, range or region.
-Parameters that are tensors are not checked, since that would wait for the device.
+The values of tensor parameters are not checked, since that would wait for the device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from functitan.random.special import erf, erf_inv, fma, round_to
-from functitan.random.threefry import Region, bits, check_shape, draw, split, words64
+from functitan.random.threefry import Region, bits, check_params, check_shape, draw, split, words64
 
 Real = float | Tensor
 
@@ -61,7 +61,7 @@ def uniform(
         shape,
         region,
         lambda x0, x1: _scale(_unit(x0, x1, dtype), minval, maxval),
-        blocked=_scalars(minval, maxval),
+        params=(minval, maxval),
     )
 
 
@@ -110,7 +110,7 @@ def truncated_normal(
         shape,
         region,
         lambda x0, x1: _sqrt2_erf_inv(_scale(_unit(x0, x1, dtype), minval, maxval)).clamp(lowest, highest),
-        blocked=_scalars(lower, upper),
+        params=(lower, upper),
     )
 
 
@@ -128,9 +128,11 @@ def gumbel(
     """Values with the density ``exp(-(x + exp(-x)))``, by JAX's default mode "low"; arguments as :func:`uniform`."""
     check_float("random.gumbel", dtype)
     tiny = torch.finfo(dtype).tiny
-    return draw(
-        "random.gumbel", key, shape, region, lambda x0, x1: -torch.log(-torch.log(_scale(_unit(x0, x1, dtype), tiny, 1.0)))
-    )
+
+    def finish(x0: Tensor, x1: Tensor) -> Tensor:
+        return -torch.log(-torch.log(_scale(_unit(x0, x1, dtype), tiny, 1.0)))
+
+    return draw("random.gumbel", key, shape, region, finish)
 
 
 def bernoulli(
@@ -155,7 +157,7 @@ def bernoulli(
             raise ValueError(f"random.bernoulli: p must be in [0, 1], got {p}")
     if shape is None:
         shape = p.shape if isinstance(p, Tensor) else ()
-    return draw("random.bernoulli", key, shape, region, lambda x0, x1: _unit(x0, x1, dtype) < p, blocked=_scalars(p))
+    return draw("random.bernoulli", key, shape, region, lambda x0, x1: _unit(x0, x1, dtype) < p, params=(p,))
 
 
 def randint(
@@ -189,6 +191,7 @@ def randint(
     span = _clip(high - low, 1, 2**32)  # in int64, where it fits, a span of 2**32 does what 0 does in JAX's uint32
     multiplier = ((2**16 % span) ** 2 & 0xFFFFFFFF) % span  # 2**32 % span
     higher, lower = (bits(k, shape, region=region).to(torch.int64) for k in split(key).unbind(0))
+    check_params("random.randint", higher.shape, (minval, maxval))
     offset = (((higher % span) * multiplier + lower % span) & 0xFFFFFFFF) % span
     return (low + offset).to(dtype)
 
@@ -206,6 +209,8 @@ def categorical(key: Tensor, logits: Tensor, axis: int = -1, shape: Sequence[int
     Raises:
         ValueError: ``shape`` does not end so, or ``axis`` is out of range.
     """
+    if not isinstance(logits, Tensor):
+        raise TypeError(f"random.categorical: logits must be a tensor, got {type(logits).__name__}")
     check_float("random.categorical", logits.dtype)
     if not -logits.dim() <= axis < logits.dim():
         raise ValueError(f"random.categorical: axis {axis} is out of range for logits of shape {tuple(logits.shape)}")
@@ -307,10 +312,6 @@ def _clip(x: int | Tensor, low: int, high: int) -> int | Tensor:
 
 def _tensors(*values: Real) -> list[Tensor]:
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _scalars(*values: Real) -> bool:
-    return all(value.dim() == 0 for value in _tensors(*values))
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

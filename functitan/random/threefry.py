@@ -114,6 +114,9 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
         if not 0 <= data < 2**32:
             raise OverflowError(f"random.fold_in: data must be in [0, 2**32), got {data}")
         data = torch.full((), _signed32(data), dtype=torch.int32, device=words.device)
+    batch, sizes = tuple(words.shape[:-1]), tuple(data.shape)
+    if any(1 != m != n != 1 for m, n in zip(reversed(batch), reversed(sizes))):
+        raise ValueError(f"random.fold_in: data of shape {sizes} and keys of shape {batch} do not broadcast together")
     out = torch.stack(threefry2x32(words[..., 0], words[..., 1], torch.zeros_like(data), data), dim=-1)
     return out.view(torch.uint32)
 
@@ -159,15 +162,14 @@ def draw(
     shape: Sequence[int],
     region: Region | None,
     finish: Callable[[Tensor, Tensor], Tensor],
-    *,
-    blocked: bool = True,
+    params: Sequence[object] = (),
 ) -> Tensor:
     """``finish(x0, x1)`` of the two random words (int32) of every element of ``shape``, or of ``region`` of it.
 
     Args:
         name: the public function that errors name: ``random.normal``.
-        finish: element by element; also called on flat parts of the region, unless ``blocked`` is False.
-        blocked: set to False where ``finish`` broadcasts tensors against the region.
+        finish: element by element; also called on flat parts of the region, unless one of ``params`` has a dim.
+        params: what ``finish`` combines with the words: numbers, or tensors that broadcast to the result.
     """
     words = _key_words(name, key)
     shape = check_shape(name, shape)
@@ -178,7 +180,8 @@ def draw(
     def hash_span(span: Region) -> tuple[Tensor, Tensor]:
         return threefry2x32(words[0], words[1], *_counters(span, extents, words.device))
 
-    limit = _block_size(key) if blocked else None
+    check_params(name, sizes, params)
+    limit = None if any(isinstance(param, Tensor) and param.dim() for param in params) else _block_size(key)
     if limit is None or math.prod(sizes) <= limit:
         x0, x1 = hash_span(spans)
         return finish(x0.reshape(sizes), x1.reshape(sizes))
@@ -276,6 +279,20 @@ def check_shape(name: str, shape: Sequence[int], *, what: str = "shape") -> tupl
     if math.prod(dims) > 2**63:
         raise ValueError(f"{name}: {what} {dims} has more than 2**63 elements, which no counter numbers")
     return dims
+
+
+def check_params(name: str, sizes: Sequence[int], params: Sequence[object]) -> None:
+    """Refuses a tensor that does not broadcast to ``sizes``: it would enlarge the result, by values drawn once."""
+    for param in params:
+        if isinstance(param, Tensor) and not _broadcasts_to(tuple(param.shape), tuple(sizes)):
+            raise ValueError(
+                f"{name}: a parameter of shape {tuple(param.shape)} does not broadcast to the result, {tuple(sizes)}"
+            )
+
+
+def _broadcasts_to(shape: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+    aligned = sizes[len(sizes) - len(shape) :]
+    return len(shape) <= len(sizes) and all(dim in (1, size) for dim, size in zip(shape, aligned))
 
 
 def check_region(name: str, shape: tuple[int, ...], region: Region | None) -> Region:
