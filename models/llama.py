@@ -15,7 +15,8 @@ from torch import Tensor
 
 from functitan import init, nn, random, tree
 from functitan.nn import RopeScaling, RotaryTable
-from functitan.transforms import constrain, remat as rematerialised
+from functitan.transforms import constrain
+from functitan.transforms import remat as rematerialised
 from sharding_specs import Param
 
 
@@ -86,7 +87,7 @@ _LLAMA_31 = RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, o
 _LLAMA_32 = attrs.evolve(_LLAMA_31, factor=32.0)
 
 SIZES: Mapping[str, LlamaConfig] = {
-    # Byte-level, for a CPU: see recipes.
+    # Byte-level, 1.7 million parameters, for a CPU.
     "debug": LlamaConfig(),
     # https://huggingface.co/JackFram/llama-160m
     "160M": LlamaConfig(
@@ -168,8 +169,9 @@ def apply(
 
     Args:
         params: tensors in the structure of :func:`declare`.
-        batch: ``tokens`` int64 [batch, seq]; optionally ``positions`` int64 [batch, seq], places within the document (None:
-            the row is one), and ``documents`` int64 [batch, seq] (None: every token may see all before it).
+        batch: ``tokens`` int64 [batch, seq]; optionally ``positions`` int64 [batch, seq], places within the document
+            (without them: places in the row), and ``documents`` int64 [batch, seq] (without them: every token may see
+            all before it).
         cfg: the architecture the parameters were declared with.
         key: for dropout; None turns dropout off.
         remat: "full" keeps only each layer's input for the backward pass and computes the rest again.
@@ -237,7 +239,9 @@ def _unpack(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor 
     for name in ("positions", "documents"):
         other = batch.get(name)
         if other is not None and other.shape != tokens.shape:
-            raise ValueError(f"the batch's {name} {list(other.shape)} must have the shape of tokens {list(tokens.shape)}")
+            raise ValueError(
+                f"the batch's {name} {list(other.shape)} must have the shape of tokens {list(tokens.shape)}"
+            )
     return tokens, batch.get("positions"), batch.get("documents")
 
 

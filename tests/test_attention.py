@@ -49,15 +49,15 @@ def with_gradients(fun, q, k, v, **options):
 
 
 CASES = {
-    "full": dict(causal=False),
-    "causal": dict(causal=True),
-    "scaled": dict(causal=True, scale=0.3),
-    "documents": dict(causal=True, documents=DOCUMENTS),
-    "window": dict(causal=True, window=3),
-    "window of one": dict(causal=True, window=1),
-    "window and documents": dict(causal=True, window=4, documents=DOCUMENTS),
-    "both ways in documents": dict(causal=False, documents=DOCUMENTS),
-    "both ways in a window": dict(causal=False, window=3),
+    "full": {"causal": False},
+    "causal": {"causal": True},
+    "scaled": {"causal": True, "scale": 0.3},
+    "documents": {"causal": True, "documents": DOCUMENTS},
+    "window": {"causal": True, "window": 3},
+    "window of one": {"causal": True, "window": 1},
+    "window and documents": {"causal": True, "window": 4, "documents": DOCUMENTS},
+    "both ways in documents": {"causal": False, "documents": DOCUMENTS},
+    "both ways in a window": {"causal": False, "window": 3},
 }
 
 
@@ -168,7 +168,9 @@ def test_plain_has_forward_mode_and_second_derivatives():
 
 def test_plain_under_vmap():
     q, k, v = qkv()
-    mapped = torch.func.vmap(lambda q, k, v: nn.attention(q[None], k[None], v[None], causal=True, implementation="plain")[0])
+    mapped = torch.func.vmap(
+        lambda q, k, v: nn.attention(q[None], k[None], v[None], causal=True, implementation="plain")[0]
+    )
     torch.testing.assert_close(mapped(q, k, v), nn.attention(q, k, v, causal=True))
 
 

@@ -1,11 +1,13 @@
 """models.llama: published sizes, causality, packing, dropout, recomputation and capture."""
 
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from functitan import nn, random, tree
+from functitan import init, nn, random, tree
 from models import llama
 from models.llama import SIZES, LlamaConfig
 from sharding_specs.param import param_count, param_leaves
@@ -15,10 +17,10 @@ TINY = LlamaConfig(vocab_size=19, dim=16, n_layers=2, n_heads=4, n_kv_heads=2, h
 
 
 def init_params(cfg, seed=0):
-    def init(path, param):
-        return param.init(random.fold_in(random.key(seed), len(path) * 1000 + sum(path.encode())), param.shape, torch.float32)
+    def value(path, param):
+        return param.init(init.param_key(random.key(seed), path), param.shape, torch.float32)
 
-    return tree.map_with_path(init, llama.declare(cfg))
+    return tree.map_with_path(value, llama.declare(cfg))
 
 
 def tokens(batch=2, seq=16, seed=0):
@@ -88,7 +90,7 @@ def test_problems_are_reported_together_in_plain_words():
 
 
 def test_every_field_documents_itself():
-    source = open(llama.__file__).read()
+    source = Path(llama.__file__).read_text()
     for field in attrs.fields(LlamaConfig):
         assert f"\n    {field.name}: " in source
     helps = source.split("class LlamaConfig")[1].split("@property")[0]

@@ -92,7 +92,9 @@ def test_import_export_import_is_the_identity(cfg):
     exported = llama_to_hf(params, cfg)
     again = llama_from_hf(exported, cfg)
     assert tree.structure(params) == tree.structure(again) == tree.structure(llama.declare(cfg))
-    for (path, a), b, declared in zip(tree.leaves_with_path(params), tree.leaves(again), tree.leaves(llama.declare(cfg))):
+    for (path, a), b, declared in zip(
+        tree.leaves_with_path(params), tree.leaves(again), tree.leaves(llama.declare(cfg))
+    ):
         assert torch.equal(a, b), path
         assert tuple(a.shape) == declared.shape, path
     assert ("lm_head.weight" in exported) == (not cfg.tied_embeddings)

@@ -204,7 +204,7 @@ def test_rotary_scores_depend_on_distance_alone():
 
 
 def test_llama3_scaling_by_hand():
-    # original context 100, low 1, high 4: wavelengths above 100 are stretched by 8, below 25 kept, between interpolated.
+    # Wavelengths above 100 are stretched by 8, those below 25 kept, those between interpolated.
     scaling = nn.RopeScaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_context=100)
     plain = nn.rotary_frequencies(8, 10000.0).double()
     assert plain.tolist() == pytest.approx([1.0, 0.1, 0.01, 0.001])
@@ -312,7 +312,7 @@ def test_cross_entropy_says_what_does_not_fit():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_everything_is_captured_with_its_backward_pass(dtype):
     x = randn(2, 6, 8, dtype=dtype)
-    w = {n: randn(*s, seed=i, dtype=dtype) for i, (n, s) in enumerate({"n": (8,), "p": (8, 2, 4), "o": (2, 4, 8)}.items())}
+    norm, into, out = randn(8, dtype=dtype), randn(8, 2, 4, seed=1, dtype=dtype), randn(2, 4, 8, seed=2, dtype=dtype)
     labels = torch.tensor([[0, 1, -100, 3, 4, 5]] * 2)
 
     def step(x, key, labels, n, p, o):
@@ -323,6 +323,6 @@ def test_everything_is_captured_with_its_backward_pass(dtype):
         loss, _ = nn.cross_entropy(y, labels, z_loss=1e-4)
         return loss, *torch.autograd.grad(loss, leaves)
 
-    args = (x, random.key(0), labels, w["n"], w["p"], w["o"])
+    args = (x, random.key(0), labels, norm, into, out)
     captured = make_fx(step, tracing_mode="fake")(*args)
     torch.testing.assert_close(captured(*args), step(*args))

@@ -25,8 +25,8 @@ class LlamaShape(Protocol):
     def resolved_head_dim(self) -> int: ...
 
 
-# Name in a layer -> (name in Hugging Face's layer, functitan's dims from Hugging Face's [out, in]). Hugging Face keeps the
-# rows of q_proj and k_proj in the rotate-half order that functitan.nn.rotary uses, so no rows are permuted.
+# Name in a layer -> (name in Hugging Face's layer, functitan's dims from Hugging Face's [out, in]). Hugging Face keeps
+# the rows of q_proj and k_proj in the rotate-half order that functitan.nn.rotary uses, so no rows are permuted.
 _LAYER = {
     "attn_norm": ("input_layernorm", "embed -> embed"),
     "wq": ("self_attn.q_proj", "(heads head_dim) embed -> embed heads head_dim"),
@@ -50,12 +50,12 @@ def llama_from_hf(state_dict: Mapping[str, Tensor], cfg: LlamaShape) -> dict[str
         cfg: the architecture; see :class:`LlamaShape`.
 
     Returns:
-        A tree in the structure of ``models.llama.declare(cfg)``, layers stacked, dtypes kept. Projections are copies; the
-        embeddings and the last norm share the memory of ``state_dict``.
+        A tree in the structure of ``models.llama.declare(cfg)``, layers stacked, dtypes kept. Projections are copies;
+        the token embedding and the last norm share the memory of ``state_dict``.
 
     Raises:
-        ValueError: names are missing or unknown, shapes differ from the config's, or the config ties embeddings that the
-            checkpoint does not. The message has all of them.
+        ValueError: names are missing or unknown, shapes differ from the config's, or the config ties embeddings that
+            the checkpoint does not. The message has all of them.
     """
     expected = _hf_shapes(cfg)
     found = dict(state_dict)
@@ -106,7 +106,7 @@ def llama_to_hf(params: Mapping[str, Any], cfg: LlamaShape) -> dict[str, Tensor]
     problems = _name_problems("", params, top) + _name_problems("layers/", params.get("layers", {}), set(_LAYER))
     if problems:
         raise ValueError(_report("these parameters do not fit the Llama config", problems))
-    sizes = _sizes(cfg)
+    _sizes(cfg)
     state = {_EMBED: params["embed"], _NORM: params["norm"]}
     for name, (theirs, pattern) in _LAYER.items():
         ours, back = params["layers"][name].unbind(0), _reversed(pattern)

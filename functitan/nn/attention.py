@@ -39,7 +39,8 @@ def attention(
             :func:`attention_mask`, or any other.
         scale: None for ``head_dim ** -0.5``.
         implementation: "fused" is torch's scaled_dot_product_attention (a flash kernel on CPUs and GPUs); "plain" is
-            four operators with all scores in memory, for what the kernels lack: forward mode (jvp) and second derivatives.
+            four operators with all scores in memory, for what the kernels lack: forward mode (jvp) and second
+            derivatives.
 
     Returns:
         [batch, seq, heads, head_dim].
@@ -57,9 +58,7 @@ def attention(
     if window is not None or documents is not None or (causal and not only_causal):
         if documents is not None and tuple(documents.shape) != (batch, seq):
             raise ValueError(f"attention: documents {list(documents.shape)} must be [batch, seq] = [{batch}, {seq}]")
-        visible = attention_mask(
-            torch.arange(seq, device=q.device), causal=causal, window=window, documents=documents
-        )
+        visible = attention_mask(torch.arange(seq, device=q.device), causal=causal, window=window, documents=documents)
         mask = visible if mask is None else mask & visible
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if implementation == "plain":
@@ -166,8 +165,11 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _check_same_length(q: Tensor, k: Tensor, causal: bool, window: int | None, documents: Tensor | None) -> None:
-    named = [n for n, on in (("causal", causal), ("window", window is not None), ("documents", documents is not None)) if on]
-    if named and q.shape[1] != k.shape[1]:
+    if q.shape[1] == k.shape[1]:
+        return
+    given = {"causal": causal, "window": window is not None, "documents": documents is not None}
+    named = [name for name, is_given in given.items() if is_given]
+    if named:
         raise ValueError(
             f"attention: {', '.join(named)} with {q.shape[1]} queries and {k.shape[1]} keys: where they stand is not "
             "known; leave it out and pass mask=attention_mask(positions, kv_positions, ...)"

@@ -15,7 +15,7 @@ class RopeScaling:
     """How Llama 3.1 stretches its rotary frequencies from the context it was pretrained on to a longer one."""
 
     factor: float = 8.0
-    """How much the wavelengths beyond the original context are stretched (8 in Llama 3.1, 32 in Llama 3.2 1B and 3B)."""
+    """How much wavelengths beyond the original context are stretched: 8 in Llama 3.1, 32 in Llama 3.2 1B and 3B."""
     low_freq_factor: float = 1.0
     """Wavelengths longer than original_context / low_freq_factor are stretched by the whole factor."""
     high_freq_factor: float = 4.0
