@@ -180,7 +180,7 @@ def test_s2_sequence_over_context_parallel():
         ("optim", "weight_decay", -0.1),
         ("optim", "clip_norm", 0.0),
         ("optim", "eps", math.inf),
-        ("optim", "warmup_steps", 301),
+        ("optim", "warmup_steps", -1),
         ("optim", "decay_steps", 281),
         ("mesh", "fsdp", 0),
     ],

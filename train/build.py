@@ -11,8 +11,9 @@ import torch
 import functitan as ft
 from functitan import optim, tree
 from models import llama
-from sharding_specs import PRESETS
+from sharding_specs import PRESETS, SpecError
 from train.config import OptimConfig, RunConfig
+from train.errors import UserError
 from train.step import Model
 
 
@@ -26,13 +27,21 @@ class Parts:
     schedule: optim.Schedule
 
 
-def build(config: RunConfig) -> Parts:
-    """The parts that ``config`` describes. Allocates nothing."""
+def build(config: RunConfig, devices: int = 1) -> Parts:
+    """The parts that ``config`` describes, its mesh filled up to ``devices``. Allocates nothing.
+
+    Raises:
+        UserError: the mesh does not fit the devices, or the parameters do not fit the mesh.
+    """
     params = llama.declare(config.model)
+    try:
+        plan = ft.compile_specs(params, PRESETS["all"], config.mesh.spec().resolve(devices))
+    except SpecError as error:
+        raise UserError("; ".join(map(str, error.problems))) from error
     schedule = build_schedule(config.optim, config.train.steps)
     return Parts(
         model=build_model(config),
-        plan=ft.compile_specs(params, PRESETS["all"], config.mesh.spec()),
+        plan=plan,
         optimizer=build_optimizer(config.optim, schedule, params),
         schedule=schedule,
     )

@@ -15,11 +15,12 @@ import tyro
 from attrs import frozen
 
 import sharding_specs
+from functitan.compiler import passes
 from models import llama
 from models.llama import LlamaConfig
 from sharding_specs import PRESETS, BatchSpec, MeshSpec
 from train.checkpoint import CheckpointConfig
-from train.config_text import ConfigError, from_yaml, load_yaml, to_yaml
+from train.config_text import ConfigError, from_yaml, load_yaml, near, to_yaml
 from train.data.config import DataConfig, config_problems
 
 VERSION = 1
@@ -64,7 +65,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """The learning rate after the warm-up: falls as a cosine or a line, falls at the end only (wsd), or stays."""
     warmup_steps: int = 100
-    """Steps in which the learning rate rises in a line from 0 to its peak."""
+    """Steps in which the learning rate rises in a line from 0 to its peak; a shorter run ends before the peak."""
     decay_steps: int | None = None
     """Steps in which it falls; wsd: the last of the run. None: all after the warm-up, or for wsd a tenth of the run."""
     min_ratio: float = 0.1
@@ -111,7 +112,7 @@ class JitConfig:
     """Capture the whole step as one graph; off, it runs as it is written."""
     inductor: bool = False
     """Compile the captured graph with Inductor: slower to start, faster to run."""
-    passes: tuple[str, ...] = ("cse", "order", "reuse")
+    passes: tuple[str, ...] = passes.DEFAULT
     """Optimisations of the captured graph, by name; all of them by default."""
 
 
@@ -136,7 +137,7 @@ class RunConfig:
     out: Path = Path("runs/run")
     """Folder of the run: its configuration, metrics, plot and checkpoints. A run that is there already goes on."""
     seed: int = 0
-    """Of the initial parameters, the order of the data and dropout."""
+    """Of the initial parameters and of dropout; the order of the data has its own (data.seed)."""
     version: Annotated[int, tyro.conf.Suppress] = VERSION
     """Of the fields, in a file: see VERSION. No option."""
 
@@ -179,6 +180,7 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
     return [
         *_counts(config.train),
         *_optim(config.optim, config.train.steps),
+        *_jit(config.jit),
         *config_problems(config.data),
         *_layout(config, devices),
     ]
@@ -209,17 +211,23 @@ def _optim(optim: OptimConfig, steps: int) -> list[str]:
         problems.append(f"optim.min_ratio: is {optim.min_ratio}; give 0 to 1")
     if not (math.isfinite(optim.weight_decay) and optim.weight_decay >= 0):
         problems.append(f"optim.weight_decay: is {optim.weight_decay}; give 0 or more")
-    if not 0 <= optim.warmup_steps <= max(steps, 0):
-        problems.append(
-            f"optim.warmup_steps: is {optim.warmup_steps}, of {steps} steps (train.steps); give 0 to {max(steps, 0)}"
-        )
-    elif optim.decay_steps is not None and not 0 <= optim.decay_steps <= steps - optim.warmup_steps:
-        left = steps - optim.warmup_steps
+    left = max(steps - optim.warmup_steps, 0)
+    if optim.warmup_steps < 0:
+        problems.append(f"optim.warmup_steps: is {optim.warmup_steps}; give 0 or more")
+    elif optim.decay_steps is not None and not 0 <= optim.decay_steps <= left:
         problems.append(
             f"optim.decay_steps: is {optim.decay_steps}, but {left} of {steps} steps are left after the warm-up "
             f"(optim.warmup_steps); give 0 to {left}, or None"
         )
     return problems
+
+
+def _jit(jit: JitConfig) -> list[str]:
+    return [
+        f"jit.passes: unknown pass {name!r}{near(name, passes.PASSES)}"
+        for name in jit.passes
+        if name not in passes.PASSES
+    ]
 
 
 def _layout(config: RunConfig, devices: int | None) -> list[str]:

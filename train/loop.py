@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import attrs
+import psutil
 import torch
 from torch import Tensor
 
@@ -27,6 +28,7 @@ from train.errors import UserError
 from train.folder import prepare_folder
 from train.hardware import device_peak_flops, mfu
 from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss
+from train.options import world_size
 from train.sample import continuation
 from train.step import make_eval_step, make_train_step
 
@@ -57,11 +59,10 @@ def run(config: RunConfig) -> int:
     Raises:
         UserError: the run cannot start or go on; one line says why. What was saved stays whole.
     """
-    mesh = config.mesh.spec()
-    if mesh.size != 1:
-        raise UserError(f"the mesh {mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    parts = build(config)
+    parts = build(config, world_size(os.environ) or 1)
+    _check_one_device(parts)
+    _check_memory(parts, device)
     data = build_data(config.data, config.train.seq_len, config.model.vocab_size)
     with contextlib.ExitStack() as stack:
         steps = config.train.steps
@@ -87,6 +88,24 @@ def run(config: RunConfig) -> int:
     return _finish(this, stopped_by)
 
 
+def _check_one_device(parts: Parts) -> None:
+    mesh = parts.plan.mesh
+    if mesh.size != 1:
+        raise UserError(f"{mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1")
+
+
+def _check_memory(parts: Parts, device: torch.device) -> None:
+    """Refuses a model whose state and gradients alone are larger than the free memory, before anything is allocated."""
+    state = ft.abstract_state(parts.plan, parts.optimizer)
+    needed = sum(x.numel() * x.element_size() for x in tree.leaves(state)) + parts.plan.param_bytes
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        raise UserError(
+            f"parameters, gradients and optimizer state of this model take {needed / 1e9:.1f} GB, and {device} has "
+            f"{free / 1e9:.1f} GB free, before any activations: take a smaller model (functitan train --help lists the recipes)"
+        )
+
+
 def _initial_state(parts: Parts, config: RunConfig, device: torch.device) -> TrainState:
     return ft.init_state(parts.plan, random.key(config.seed).to(device), parts.optimizer)
 
@@ -110,17 +129,18 @@ def _train(this: _Run, start: int) -> int | None:
         for step in range(start + 1, every.steps + 1):
             batch = _to(next(loader), this.device)
             this.state, metrics = train_step(this.state, batch)
-            last = step == every.steps or bool(stop)
+            stopping = list(stop)  # a signal that comes from here on is for the next step
+            last = step == every.steps or bool(stopping)
             held_out = None
-            if every.eval_every and (step % every.eval_every == 0 or last):
+            if every.eval_every and not stopping and (step % every.eval_every == 0 or last):
                 with meter.paused():
                     held_out = _evaluate(this, eval_step)
             meter.add(step, metrics, held_out, loader, show=last or step == start + 1 or step % every.log_every == 0)
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 with meter.paused():
                     this.checkpoints.save(step, this.state)
-            if stop:
-                return stop[0]
+            if stopping:
+                return stopping[0]
     return None
 
 
