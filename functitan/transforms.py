@@ -182,7 +182,7 @@ def vjp(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
 
 
 def remat(fun: Callable) -> Callable:
-    """``fun`` whose intermediate results are computed again in the backward pass instead of kept (``jax.checkpoint``)."""
+    """``fun`` whose intermediate results are computed again in backward instead of kept, as ``jax.checkpoint``."""
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any):

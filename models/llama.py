@@ -248,8 +248,8 @@ def _unpack(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor 
 def flops_per_token(cfg: LlamaConfig, seq_len: int) -> float:
     """Floating-point operations of forward and backward for one token of a sequence, recomputation not counted.
 
-    6 for each parameter of a matrix (the embedding is a lookup), and ``12 * layers * heads * head_dim * seq_len`` for attention, which
-    counts the whole square of a causal mask as PaLM does (Chowdhery et al., 2022, appendix B).
+    6 for each parameter of a matrix (the embedding is a lookup), and ``12 * layers * heads * head_dim * seq_len`` for
+    attention, which counts the whole square of a causal mask as PaLM does (Chowdhery et al., 2022, appendix B).
     """
     D, K = cfg.dim, cfg.resolved_head_dim
     layer = D * K * (cfg.n_heads + 2 * cfg.n_kv_heads) + cfg.n_heads * K * D + 3 * D * cfg.hidden_dim

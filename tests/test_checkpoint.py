@@ -11,9 +11,6 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
-
 from checkpoint_helpers import (
     AdamState,
     abstract,
@@ -25,6 +22,9 @@ from checkpoint_helpers import (
     run_python,
     save,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
 from functitan import tree
 from train.checkpoint import CheckpointConfig, Checkpointer, latest, load, path_of, storage
 from train.errors import UserError

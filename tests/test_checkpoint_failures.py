@@ -15,8 +15,8 @@ from pathlib import Path
 import attrs
 import pytest
 import torch
-
 from checkpoint_helpers import abstract, assert_bit_equal, full_disk, make_state, names, records, run_python, save
+
 from train.checkpoint import Checkpointer, latest, load, storage
 from train.errors import UserError
 

@@ -1,4 +1,4 @@
-"""jit: one graph a signature, the plain function's numbers, donation that reuses memory, and refusals that name the line."""
+"""jit: one graph a signature, the plain function's numbers, donation that saves memory, refusals with a line."""
 
 import logging
 import weakref
@@ -50,7 +50,9 @@ def assert_equal(a, b):
         assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, path
 
 
-@pytest.mark.parametrize("options", [{}, {"donate": ("state",)}, {"passes": ()}, {"donate": ("state",), "passes": ("cse",)}])
+@pytest.mark.parametrize(
+    "options", [{}, {"donate": ("state",)}, {"passes": ()}, {"donate": ("state",), "passes": ("cse",)}]
+)
 def test_numbers_are_those_of_the_plain_function(options):
     step = jit(train_step, **options)
     assert_equal(run(step), run(train_step))

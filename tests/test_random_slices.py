@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_helpers import DRAWS, as_signed, assert_same, threefry_numpy
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.func import vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from functitan import random
 from functitan.random import threefry

@@ -17,7 +17,8 @@ def prepare_folder(config: RunConfig, *, resumes: bool) -> list[str]:
     """Makes the folder and writes config.yaml into it.
 
     Args:
-        resumes: the folder has a checkpoint that the run goes on from. Its configuration must then be of the same model.
+        resumes: the folder has a checkpoint that the run goes on from. Its configuration must then be of the same
+            model.
 
     Returns:
         Notices: what differs from the configuration that was there before.

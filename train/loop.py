@@ -19,7 +19,7 @@ import functitan as ft
 from functitan import random, tree
 from functitan.state import TrainState
 from models.llama import flops_per_token
-from train import checkpoint, config as configs
+from train import checkpoint
 from train.build import Parts, build
 from train.checkpoint import Checkpointer
 from train.config import RunConfig
@@ -54,7 +54,8 @@ def run(config: RunConfig) -> int:
     """Trains as ``config`` says, from the newest checkpoint in its folder if there is one.
 
     Returns:
-        The exit status: 0 when all steps are done, 128 + n when signal n (SIGTERM, SIGINT) stopped the run after a checkpoint.
+        The exit status: 0 when all steps are done, 128 + n when signal n (SIGTERM, SIGINT) stopped the run after a
+        checkpoint.
 
     Raises:
         UserError: the run cannot start or go on; one line says why. What was saved stays whole.
@@ -102,7 +103,7 @@ def _check_memory(parts: Parts, device: torch.device) -> None:
     if needed > free:
         raise UserError(
             f"parameters, gradients and optimizer state of this model take {needed / 1e9:.1f} GB, and {device} has "
-            f"{free / 1e9:.1f} GB free, before any activations: take a smaller model (functitan train --help lists the recipes)"
+            f"{free / 1e9:.1f} GB free, before any activations: take a smaller model (functitan train --help has a list)"
         )
 
 
@@ -124,8 +125,8 @@ def _train(this: _Run, start: int) -> int | None:
         train_step = ft.jit(train_step, this.parts.plan, donate=("state",), **options)
         eval_step = ft.jit(eval_step, **options)
     meter = _Meter(this, start)
-    with contextlib.closing(train_batches(this.data.train, every.batch_size, int(this.state.data["position"]))) as loader, \
-            _stop_signals() as stop:  # fmt: skip
+    batches = train_batches(this.data.train, every.batch_size, int(this.state.data["position"]))
+    with contextlib.closing(batches) as loader, _stop_signals() as stop:
         for step in range(start + 1, every.steps + 1):
             batch = _to(next(loader), this.device)
             this.state, metrics = train_step(this.state, batch)
@@ -224,8 +225,8 @@ class _Meter:
         )
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
-                f"the gradients of the last {MAX_SKIPPED_IN_A_ROW} steps, up to step {step}, were not finite: the run has "
-                "diverged. Go on from an earlier checkpoint with a lower --optim.learning-rate, or look at the data"
+                f"the gradients of the last {MAX_SKIPPED_IN_A_ROW} steps, up to step {step}, were not finite: the run "
+                "has diverged. Go on from an earlier checkpoint with a lower --optim.learning-rate, or look at the data"
             )
 
 

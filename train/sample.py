@@ -10,7 +10,8 @@ from torch import Tensor
 
 import functitan as ft
 from functitan import random
-from train import checkpoint, config as configs
+from train import checkpoint
+from train import config as configs
 from train.build import build, build_model
 from train.data import Tokenizer, load_tokenizer
 from train.errors import UserError

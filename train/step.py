@@ -1,4 +1,4 @@
-"""The training step: a pure function ``(state, batch) -> (state, metrics)``, the same on plain tensors and on any mesh."""
+"""The training step: a pure function ``(state, batch) -> (state, metrics)``, the same on every mesh."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ def make_train_step(
         accumulation: how many parts the batch is taken in, one by one.
 
     Returns:
-        ``train_step(state, batch)``; ``batch`` has int64 ``tokens`` and ``labels`` [batch, seq], and what else the model reads.
-        Metrics are scalars: ``loss`` (nats a token: the sum over all valid labels, divided once), ``grad_norm`` before clipping,
-        ``learning_rate``, ``tokens`` (valid labels), ``skipped`` (1 if the gradients were not finite and nothing changed).
+        ``train_step(state, batch)``; ``batch`` has int64 ``tokens`` and ``labels`` [batch, seq], and what else the
+        model reads. Metrics are scalars: ``loss`` (nats a token: the sum over all valid labels, divided once),
+        ``grad_norm`` before clipping, ``learning_rate``, ``tokens`` (valid labels), ``skipped`` (1 if the gradients
+        were not finite and nothing changed).
     """
 
     def loss_fn(params, part: Batch, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,10 +44,10 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Tensor]]:
         keys = random.split(random.fold_in(state.key, state.step), accumulation)
-        parts = tree.map(lambda x: rearrange(x, "(parts b) s -> parts b s", parts=accumulation), dict(batch))
+        parts = {name: rearrange(x, "(parts b) s -> parts b s", parts=accumulation) for name, x in batch.items()}
         total = None
         for i in range(accumulation):
-            part = tree.map(lambda x: x[i], parts)
+            part = {name: x[i] for name, x in parts.items()}
             (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, part, keys[i])
             total = (loss, count, grads) if total is None else tree.map(torch.add, total, (loss, count, grads))
         loss_sum, count, grads = total

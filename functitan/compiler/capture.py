@@ -1,6 +1,7 @@
 """Capture: a function of tensors becomes one FX graph of ATen operators, for the given shapes.
 
-The whole function is traced by ``make_fx`` under fake tensors, so forward, backward, clipping and optimizer end up in one
+The whole function is traced by ``make_fx`` under fake tensors, so forward, backward, clipping and optimizer end up in
+one
 graph: no autograd engine and no Python of the model at run time. Nothing is computed while tracing.
 """
 
@@ -53,8 +54,9 @@ def capture(
         name: what errors call the function.
 
     Returns:
-        A functional graph (no operator changes anything in place) with one placeholder for each input. ``node.meta["val"]``
-        holds each result as a fake tensor; ``node.meta["custom"]["remat"]`` marks what a remat computes again.
+        A functional graph (no operator changes anything in place) with one placeholder for each input.
+        ``node.meta["val"]`` holds each result as a fake tensor; ``node.meta["custom"]["remat"]`` marks what a remat
+        computes again.
 
     Raises:
         CaptureError: the function reads a traced value, changes an input or draws from the global generator.

@@ -19,8 +19,8 @@ class DonatedTensor(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
         raise DonatedError(
-            f"{getattr(func, '__name__', func)}: this tensor was donated to a jitted function, which has reused its memory. "
-            "Use the value that the function returned, or leave the argument out of donate=(…)"
+            f"{getattr(func, '__name__', func)}: this tensor was donated to a jitted function, which has reused its "
+            "memory. Use the value that the function returned, or leave the argument out of donate=(…)"
         )
 
 

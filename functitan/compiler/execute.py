@@ -1,7 +1,7 @@
 """Turns a captured graph into a Python function with nothing in its way.
 
-One line a node, operators bound once, every value dropped at its last use, and the inputs taken from a list that is emptied: the
-function holds the only reference to what was donated to it.
+One line a node, operators bound once, every value dropped at its last use, and the inputs taken from a list that is
+emptied: the function holds the only reference to what was donated to it.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def _call(node: Node, constants: dict[str, Any]) -> str:
     if constants.setdefault(name, function) is not function:
         name = f"{name}_{id(function)}"
         constants[name] = function
-    arguments = [_text(a, constants) for a in node.args] + [f"{k}={_text(v, constants)}" for k, v in node.kwargs.items()]
+    arguments = [_text(argument, constants) for argument in node.args]
+    arguments += [f"{key}={_text(argument, constants)}" for key, argument in node.kwargs.items()]
     return f"{name}({', '.join(arguments)})"
 
 

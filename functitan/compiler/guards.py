@@ -1,7 +1,8 @@
 """What a captured function may not do, caught while it is traced and told with the user's line.
 
-A captured graph holds tensor operations and nothing else. Reading a traced value (``print``, ``.item()``, ``if x > 0``),
-changing an input in place, and drawing from torch's global generator would all happen once, at capture, and never
+A captured graph holds tensor operations and nothing else. Reading a traced value (``print``, ``.item()``, ``if x >
+0``), changing an input in place, and drawing from torch's global generator would all happen once, at capture, and
+never
 again: each is refused here instead.
 """
 

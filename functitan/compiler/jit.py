@@ -73,16 +73,17 @@ def jit(
     """Captures ``fun`` into one graph for the shapes of its arguments, and runs that.
 
     Args:
-        fun: pure; its arguments and results are trees. Tensors (and numpy arrays) are traced; every other leaf is static: the graph
-            holds its value, and another value means another capture.
+        fun: pure; its arguments and results are trees. Tensors (and numpy arrays) are traced; every other leaf is
+            static: the graph holds its value, and another value means another capture.
         plan: where the arguments live. None, or the plan of one device.
         donate: names of arguments whose memory the results may reuse. Their tensors cannot be used afterwards.
         passes: names of the graph passes to run, see ``functitan.compiler.passes``.
         inductor: compile the graph with TorchInductor (needs a C++ compiler on a CPU).
 
     Returns:
-        A function with the signature of ``fun``. Its ``captures`` tell what was captured and why. Inside another captured function, under
-        :func:`disable_jit`, and where gradients or torch.func transforms pass through it, it is ``fun`` itself.
+        A function with the signature of ``fun``. Its ``captures`` tell what was captured and why. Inside another
+        captured function, under :func:`disable_jit`, and where gradients or torch.func transforms pass through it, it
+        is ``fun`` itself.
 
     Raises:
         ValueError: ``donate`` or ``passes`` has an unknown name.

@@ -16,8 +16,8 @@ from functitan.state import TrainState
 def init_params(plan: Plan, key: Tensor) -> Any:
     """The initial parameters of a plan: a tree of tensors.
 
-    A parameter's key is :func:`functitan.init.param_key` of its path, so its values depend neither on the order of declaration nor
-    on the other parameters.
+    A parameter's key is :func:`functitan.init.param_key` of its path, so its values depend neither on the order of
+    declaration nor on the other parameters.
 
     Raises:
         ValueError: the plan's mesh needs more devices than there are.
@@ -27,7 +27,9 @@ def init_params(plan: Plan, key: Tensor) -> Any:
     def make(path: str, param) -> Tensor:
         value = param.init(init.param_key(key, path), param.shape, getattr(torch, param.dtype))
         if tuple(value.shape) != param.shape:
-            raise ValueError(f"the initialiser {param.init} of {path} gave {tuple(value.shape)}; declared is {param.shape}")
+            raise ValueError(
+                f"the initialiser {param.init} of {path} gave shape {tuple(value.shape)}; declared is {param.shape}"
+            )
         return value
 
     return tree.map_with_path(make, plan.params)

@@ -29,7 +29,7 @@ from functitan.optim.base import (
     zero_count,
     zeros_like,
 )
-from functitan.optim.masking import MaskOrFn, MaskedNode, partition
+from functitan.optim.masking import MaskedNode, MaskOrFn, partition
 from functitan.optim.transforms import add_decayed_weights, scale_by_learning_rate
 
 NS_COEFFS = (3.4445, -4.7750, 2.0315)

@@ -1,4 +1,4 @@
-"""The same Llama in JAX with optax, as its users write it: for the comparison alone, and only where jax is installed."""
+"""The same Llama in JAX with optax, as its users write it: for the comparison, and only where jax is installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The other side of the comparison: the same Llama as an ordinary ``nn.Module``, written as PyTorch's users write it."""
+"""The other side of the comparison: the same Llama as an ordinary ``nn.Module``, as PyTorch's users write it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Alternating measurement: every variant lives in a process of its own, and they take turns, round after round.
 
-A shared machine drifts by more than what is to be measured, so figures are only compared within a round. A process for each keeps
-one variant's compiler, caches and memory out of another's figures.
+A shared machine drifts by more than what is to be measured, so figures are only compared within a round. A process
+for each keeps one variant's compiler, caches and memory out of another's figures.
 """
 
 from __future__ import annotations
@@ -100,8 +100,10 @@ def measure(
                 taken, losses[name] = answer
                 seconds[name].append(taken)
     figures = {
-        name: Figures(seconds[name], ready[name]["peak_bytes"], ready[name]["start_seconds"], losses[name]) for name in ready
-    }
+        name: Figures(seconds[name], peak_bytes=ready[name]["peak_bytes"],
+                      start_seconds=ready[name]["start_seconds"], loss=losses[name])
+        for name in ready
+    }  # fmt: skip
     return figures, failed
 
 

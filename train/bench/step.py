@@ -75,21 +75,23 @@ def _check(options: StepBench) -> None:
     ]
     if options.model not in SIZES:
         problems.append(f"--model: unknown size {options.model!r}{near(options.model, SIZES)}")
-    problems += [f"--only: unknown variant {name!r}{near(name, VARIANTS)}" for name in options.only if name not in VARIANTS]
+    unknown = [name for name in options.only if name not in VARIANTS]
+    problems += [f"--only: unknown variant {name!r}{near(name, VARIANTS)}" for name in unknown]
     if problems:
         raise ConfigError(problems)
 
 
 def _print(console: Console, options: StepBench, figures: dict[str, Figures], failed: dict[str, str]) -> None:
     console.print(
-        f"{options.model}, {options.batch_size} x {options.seq_len} tokens a step, {options.rounds} rounds of {options.steps} "
-        f"steps in turn\ntorch {torch.__version__}, {torch.get_num_threads()} threads, {_cpu()}",
+        f"{options.model}, {options.batch_size} x {options.seq_len} tokens a step, {options.rounds} rounds of "
+        f"{options.steps} steps in turn\ntorch {torch.__version__}, {torch.get_num_threads()} threads, {_cpu()}",
         highlight=False,
     )
     base = figures.get(BASE)
     table = Table()
     table.add_column("variant", no_wrap=True)
-    for title in ("ms a step", "(min, max)", f"over {BASE}", "(min, max)", "peak MiB", f"over {BASE}", "start s", "loss"):
+    spread, over = "(min, max)", f"over {BASE}"
+    for title in ("ms a step", spread, over, spread, "peak MiB", over, "start s", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, f in figures.items():
         ratios = f.ratios(base) if base else None
@@ -106,8 +108,10 @@ def _print(console: Console, options: StepBench, figures: dict[str, Figures], fa
     if {"jit+inductor", "module+compile"} <= figures.keys():
         ratios = figures["jit+inductor"].ratios(figures["module+compile"])
         console.print("jit+inductor over module+compile: {} {}".format(*_spread(ratios, ".2f")))
-    console.print("Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a step")
-    console.print("adds to it. start: capture and compilation, to the end of the first step. loss: after all steps.")
+    console.print(
+        "Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a\n"
+        "step adds to it. start: capture and compilation, to the end of the first step. loss: after all steps."
+    )
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
 

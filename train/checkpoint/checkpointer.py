@@ -130,7 +130,7 @@ class Checkpointer:
             shutil.rmtree(temporary, ignore_errors=True)
             cause, os_error = causes(error)
             if os_error is None:
-                raise cause
+                raise cause from error
             kept = next((f"; step {found.step} is still whole" for found in _whole(self.folder)), "")
             size = sum(tensor.nbytes for tensor in tensors.values()) / 1e9
             raise UserError(

@@ -173,7 +173,7 @@ def read(path: Path, index: dcp.Metadata, wanted: dict[str, Any], device: torch.
         dcp.load(targets, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
     except dcp.CheckpointException as error:
         cause, os_error = causes(error)
-        raise os_error or cause
+        raise (os_error or cause) from error
     return targets
 
 

@@ -1,7 +1,7 @@
 """The optimisations of a captured graph, by name: each keeps the numbers and can be switched off alone.
 
-A pass takes the graph and the numbers of the donated inputs, and changes the graph in place. The order is the order in which
-they run; ``jit(passes=(…))`` and ``--jit.passes`` choose among the names.
+A pass takes the graph and the numbers of the donated inputs, and changes the graph in place. The order is the order
+in which they run; ``jit(passes=(…))`` and ``--jit.passes`` choose among the names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Merges nodes that compute the same thing, and drops those that compute nothing or that nobody reads.
 
-Tracing a backward pass repeats transposes, casts and masks of the forward, and leaves a ``detach`` at every boundary of autograd.
-What a remat computes again is never merged with the first run: keeping the two apart is its purpose.
+Tracing a backward pass repeats transposes, casts and masks of the forward, and leaves a ``detach`` at every boundary
+of autograd. What a remat computes again is never merged with the first run: keeping the two apart is its purpose.
 """
 
 from __future__ import annotations

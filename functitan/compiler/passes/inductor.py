@@ -34,8 +34,9 @@ def compile_graph(
             compiled = torch._inductor.compile(module, [x.detach() for x in inputs])
     except Exception as error:  # whatever the compiler stack raises is told with what to do about it
         raise CompilerError(
-            f"TorchInductor could not compile the step: {type(error).__name__}: {str(error).strip().splitlines()[0]}. "
-            "On a CPU it needs a C++ compiler (g++ on the PATH); without --jit.inductor the captured graph runs as it is"
+            "TorchInductor could not compile the step: "
+            f"{type(error).__name__}: {(str(error).strip() or '(no text)').splitlines()[0]}. "
+            "On a CPU it needs a C++ compiler (g++ on the PATH); without Inductor the captured graph runs as it is"
         ) from error
 
     def run(taken: list[Tensor]) -> list[Any]:

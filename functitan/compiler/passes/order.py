@@ -1,9 +1,9 @@
 """Runs the optimizer parameter by parameter instead of operator by operator.
 
-An optimizer written as ``tree.map`` after ``tree.map`` is traced with all first moments, then all second moments, then all updates:
-its temporaries for the whole model are alive at once. Here the tail of the graph, the nodes from which no matrix product
-follows, is cut into the components that share more than scalars (one a parameter), and emitted a component at a time.
-Within a component and before the tail the order of the program is kept.
+An optimizer written as ``tree.map`` after ``tree.map`` is traced with all first moments, then all second moments,
+then all updates: its temporaries for the whole model are alive at once. Here the tail of the graph, the nodes from
+which no matrix product follows, is cut into the components that share more than scalars (one a parameter), and
+emitted a component at a time. Within a component and before the tail the order of the program is kept.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ def _tail(nodes: list[Node]) -> set[Node]:
     """The nodes behind the last heavy operator: those with none among their users' users."""
     tail: set[Node] = set()
     for node in reversed(nodes):
-        if node.op == "call_function" and not _is_heavy(node) and all(u.op == "output" or u in tail for u in node.users):
+        if node.op != "call_function" or _is_heavy(node):
+            continue
+        if all(user.op == "output" or user in tail for user in node.users):
             tail.add(node)
     return tail
 

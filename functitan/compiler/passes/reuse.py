@@ -1,7 +1,7 @@
 """Writes elementwise results into a buffer that dies at that moment, donated inputs first.
 
-This is what makes donation save memory: the new parameter is written over the old one in the last operator that reads it. The
-operators called are the ``out=`` overloads of the same kernels, so the numbers are bit-equal.
+This is what makes donation save memory: the new parameter is written over the old one in the last operator that reads
+it. The operators called are the ``out=`` overloads of the same kernels, so the numbers are bit-equal.
 """
 
 from __future__ import annotations
