@@ -103,7 +103,7 @@ def _check_memory(parts: Parts, device: torch.device) -> None:
     if needed > free:
         raise UserError(
             f"parameters, gradients and optimizer state of this model take {needed / 1e9:.1f} GB, and {device} has "
-            f"{free / 1e9:.1f} GB free, before any activations: take a smaller model (functitan train --help has a list)"
+            f"{free / 1e9:.1f} GB free, activations aside: take a smaller model (see functitan train --help)"
         )
 
 
