@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from functitan.compiler.graphs import outputs, placeholders, value
 
@@ -26,6 +26,7 @@ def compile_graph(
     """
     import torch._inductor
 
+    _products_with_vectors_as_sums(module.graph)
     _write_back(module, donated)
     module.recompile()
     source = module.code
@@ -46,6 +47,32 @@ def compile_graph(
             return list(compiled(*arguments))
 
     return run, source
+
+
+def _products_with_vectors_as_sums(graph: Graph) -> None:
+    """Multiplications of a matrix and a vector as elementwise products and sums.
+
+    As calls of BLAS, which is how they run best alone (weight gradients of norms), Inductor cannot fuse them with what
+    makes their operands, and has to write those to memory.
+    """
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.mm.default:
+            continue
+        a, b = node.args
+        rows, columns = value(node).shape
+        if rows != 1 and columns != 1:
+            continue
+        with graph.inserting_before(node):
+            if columns == 1:  # [n, d] x [d, 1]
+                product = graph.call_function(aten.mul.Tensor, (a, graph.call_function(aten.t.default, (b,))))
+                new = graph.call_function(aten.sum.dim_IntList, (product, [1], True))
+            else:  # [1, n] x [n, d]
+                product = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.t.default, (a,)), b))
+                new = graph.call_function(aten.sum.dim_IntList, (product, [0], True))
+        new.meta = dict(node.meta)
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
 
 
 def _write_back(module: GraphModule, donated: Collection[int]) -> None:
