@@ -208,7 +208,7 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_notice(corpus, tmp_path, 
         (("--train.batch-size", "5"), 2, "accumulation"),
         (("--out", "/proc/nowhere"), 1, "/proc/nowhere"),
         (("--optim.learning-rate", "-1"), 2, "learning_rate"),
-        (("--jit.passes", "fold"), 2, "fold"),
+        (("--jit.passes", "melt"), 2, "melt"),
     ],
 )
 def test_bad_input_is_one_clear_line(corpus, tmp_path, capsys, options, status, message):

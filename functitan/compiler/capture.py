@@ -19,6 +19,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
+from functitan.compiler.graphs import outputs, storages, value
 from functitan.compiler.guards import CaptureError, NoReads, NoSideEffects, refusal_of
 
 __all__ = ["CaptureError", "capture", "is_capturing"]
@@ -76,12 +77,26 @@ def capture(
             # The user changed an intermediate result in place. There is no autograd left in the graph, so it can be
             # replayed through functionalize, which torch.autograd.grad could not.
             graph = _trace(torch.func.functionalize(graph, remove="mutations"), example)
+    _own_outputs(graph)
     return graph
 
 
 def _trace(fun: Callable, inputs: Sequence[Tensor]) -> GraphModule:
     with torch.no_grad():
         return make_fx(fun, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def _own_outputs(module: GraphModule) -> None:
+    """Copies what is returned but lives in the graph: a caller may donate what it was given."""
+    graph = module.graph
+    kept = {s for node in graph.nodes if node.op == "get_attr" for s in storages(node)}
+    results = outputs(graph)
+    with graph.inserting_before(graph.output_node()):
+        for i, result in enumerate(results):
+            if storages(result) & kept:
+                results[i] = graph.call_function(torch.ops.aten.clone.default, (result,))
+                results[i].meta["val"] = torch.ops.aten.clone.default(value(result))
+    graph.output_node().args = (results,)
 
 
 def _is_mutation(node: torch.fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -38,11 +38,22 @@ def value(node: Node) -> Tensor | None:
     return val if isinstance(val, Tensor) else None
 
 
-def storages(node: Node) -> set[int]:
+def storages(node: Node) -> set[Hashable]:
     """The buffers a node's results live in; a view has those of its base."""
+    base = node
+    while base.target is operator.getitem or _is_view(base):
+        base = base.args[0]
+    if base.op == "get_attr":
+        return {base.target}  # tracing gives each use of a constant another fake tensor
     vals = node.meta.get("val")
     vals = vals if isinstance(vals, (list, tuple)) else (vals,)
     return {x.untyped_storage()._cdata for x in vals if isinstance(x, Tensor)}
+
+
+def _is_view(node: Node) -> bool:
+    if not is_op(node) or node.target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None for result in node.target._schema.returns)
 
 
 def placeholders(graph: Graph) -> list[Node]:

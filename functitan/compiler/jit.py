@@ -172,6 +172,7 @@ class JitFunction:
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
         donated = tuple(n for n, i in enumerate(traced) if self._is_donated(paths[i]))
         if self.inductor:
+            passes.run_passes(graph.graph, donated, [name for name in self.passes if name in passes.BEFORE_INDUCTOR])
             run, source = inductor_pass.compile_graph(graph, inputs, donated)
         else:
             passes.run_passes(graph.graph, donated, self.passes)

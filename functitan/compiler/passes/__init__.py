@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch.fx import Graph
 
 from functitan.compiler.passes.cse import merge_duplicates
+from functitan.compiler.passes.fold import fold_constants
 from functitan.compiler.passes.order import order_by_component
 from functitan.compiler.passes.reuse import reuse_buffers
 
@@ -18,10 +19,13 @@ Pass = Callable[[Graph, Collection[int]], None]
 
 PASSES: dict[str, Pass] = {
     "cse": merge_duplicates,
+    "fold": fold_constants,
     "order": order_by_component,
     "reuse": reuse_buffers,
 }
 DEFAULT = tuple(PASSES)
+BEFORE_INDUCTOR = ("cse", "fold")
+"""Those that leave a functional graph; what the others do, TorchInductor does in its own way."""
 
 
 def check_passes(names: Sequence[str]) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ it. The operators called are the ``out=`` overloads of the same kernels, so the 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 import torch
 from torch.fx import Graph, Node
@@ -21,9 +21,9 @@ def reuse_buffers(graph: Graph, donated: Collection[int] = ()) -> None:
     borrowed |= {s for node in graph.nodes if node.op == "get_attr" for s in storages(node)}
     last_use = _last_uses(graph)
     # A fake tensor's storage says where the value lived when traced; a rewritten node lives where its target does.
-    home: dict[int, int] = {}
+    home: dict[Hashable, Hashable] = {}
 
-    def homes(node: Node) -> set[int]:
+    def homes(node: Node) -> set[Hashable]:
         return {home.get(s, s) for s in storages(node)}
 
     for node in list(graph.nodes):
@@ -47,8 +47,8 @@ def reuse_buffers(graph: Graph, donated: Collection[int] = ()) -> None:
         _write_into(graph, node, out_overload, target)
 
 
-def _last_uses(graph: Graph) -> dict[int, Node]:
-    last: dict[int, Node] = {}
+def _last_uses(graph: Graph) -> dict[Hashable, Node]:
+    last: dict[Hashable, Node] = {}
     for node in graph.nodes:
         for source in (*node.all_input_nodes, node):
             for s in storages(source):
