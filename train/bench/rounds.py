@@ -82,7 +82,7 @@ def measure(
         raise UserError(f"{rounds} rounds of {steps} steps: give 1 or more of each")
     failed: dict[str, str] = {}
     with _workers(makers) as workers:
-        ready: dict[str, dict[str, Any]] = {}
+        ready: dict[str, float] = {}
         for name, connection in workers.items():
             progress(f"preparing {name}")
             connection.send(("start", None))
@@ -93,18 +93,19 @@ def measure(
         for i in range(rounds):
             for name in ready:
                 progress(f"round {i + 1} of {rounds}: {name}")
-                workers[name].send(("run", steps))
-                kind, answer = _receive(name, workers[name], timeout)
-                if kind == "error":
-                    raise UserError(f"{name} failed in round {i + 1}: {answer}")
-                taken, losses[name] = answer
+                taken, losses[name] = _ask(name, workers[name], ("run", steps), timeout)
                 seconds[name].append(taken)
-    figures = {
-        name: Figures(seconds[name], peak_bytes=ready[name]["peak_bytes"],
-                      start_seconds=ready[name]["start_seconds"], loss=losses[name])
-        for name in ready
-    }  # fmt: skip
-    return figures, failed
+        # Last, because giving heap back to the system slows the steps that follow.
+        peaks = {name: _ask(name, workers[name], ("peak", None), timeout) for name in ready}
+    return {name: Figures(seconds[name], peaks[name], ready[name], losses[name]) for name in ready}, failed
+
+
+def _ask(name: str, connection: Connection, command: tuple[str, Any], timeout: float) -> Any:
+    connection.send(command)
+    kind, answer = _receive(name, connection, timeout)
+    if kind == "error":
+        raise UserError(f"{name} failed while it was measured: {answer}")
+    return answer
 
 
 @contextmanager
@@ -148,7 +149,10 @@ def _serve(connection: Connection, make: Callable[[], Work]) -> None:
                 started = time.perf_counter()
                 work = make()
                 work.step()
-                answer: Any = {"start_seconds": time.perf_counter() - started, "peak_bytes": _peak(work)}
+                answer: Any = time.perf_counter() - started
+                work.step()  # the second step may still set things up
+            elif command == "peak":
+                answer = _peak(work)
             else:
                 started = time.perf_counter()
                 for _ in range(argument):
@@ -163,7 +167,6 @@ def _serve(connection: Connection, make: Callable[[], Work]) -> None:
 
 def _peak(work: Work) -> int:
     """Resident memory that a step needs at its peak, above what the process holds between steps, and the state's."""
-    work.step()
     peaks = []
     for _ in range(3):
         _trim()
