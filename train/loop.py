@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import time
@@ -27,7 +28,7 @@ from train.data import Data, Loader, build_data, eval_batches, train_batches
 from train.errors import UserError
 from train.folder import prepare_folder
 from train.hardware import device_peak_flops, mfu
-from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss
+from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss, read_metrics
 from train.options import world_size
 from train.sample import continuation
 from train.step import make_eval_step, make_train_step
@@ -256,11 +257,15 @@ def _finish(this: _Run, stopped_by: int | None) -> int:
     if stopped_by is not None:
         note(f"stopped by {signal.Signals(stopped_by).name} at step {step}; the same command goes on from there")
         return 128 + stopped_by
+    held_out = [row[HELD_OUT_LOSS] for row in read_metrics(out) if HELD_OUT_LOSS in row]
+    if held_out:
+        uniform = math.log(this.config.model.vocab_size)
+        note(f"held-out loss after {step} steps: {held_out[-1]:.3f} nats a token (a uniform guess: {uniform:.3f})")
     if skipped := int(this.state.skipped):
         note(f"{skipped} of {step} steps were skipped: their gradients were not finite")
     prompt = "def "
     text = prompt + continuation(
-        this.parts.model, this.state.params, this.data.tokenizer, prompt, this.config.train.seq_len, tokens=200
+        this.parts.model, this.state.params, this.data.tokenizer, prompt, this.config.train.seq_len, tokens=300
     )
     note("\n".join(["", f"a sample after {step} steps:", "", *(f"    {line}" for line in text.splitlines()), ""]))
     note(f"files of this run in {_shown(out)}: config.yaml, metrics.jsonl, loss.png, checkpoints/, tensorboard/")

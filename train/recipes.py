@@ -42,8 +42,8 @@ def debug() -> RunConfig:
     return RunConfig(
         # Byte tokens are 257 ids; rounded up, so that tensor parallelism divides them.
         model=attrs.evolve(SIZES["debug"], vocab_size=264),
-        train=TrainConfig(steps=300, batch_size=16, seq_len=256, eval_every=50, eval_batches=8, log_every=10),
-        optim=OptimConfig(learning_rate=3e-3, schedule="cosine", warmup_steps=20, min_ratio=0.1),
+        train=TrainConfig(steps=500, batch_size=16, seq_len=256, eval_every=100, eval_batches=8, log_every=10),
+        optim=OptimConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=20, min_ratio=0.05),
         checkpoint=CheckpointConfig(every=100),
         out=Path("runs/debug"),
     )
