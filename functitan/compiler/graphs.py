@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 
 def is_op(node: Node) -> bool:
@@ -41,7 +42,7 @@ def value(node: Node) -> Tensor | None:
 def storages(node: Node) -> set[Hashable]:
     """The buffers a node's results live in; a view has those of its base."""
     base = node
-    while base.target is operator.getitem or _is_view(base):
+    while base.target is operator.getitem or is_view(base):
         base = base.args[0]
     if base.op == "get_attr":
         return {base.target}  # tracing gives each use of a constant another fake tensor
@@ -50,7 +51,8 @@ def storages(node: Node) -> set[Hashable]:
     return {x.untyped_storage()._cdata for x in vals if isinstance(x, Tensor)}
 
 
-def _is_view(node: Node) -> bool:
+def is_view(node: Node) -> bool:
+    """True if the result of an operator shares its input's memory."""
     if not is_op(node) or node.target._schema.is_mutable:
         return False
     return any(result.alias_info is not None for result in node.target._schema.returns)
@@ -66,3 +68,11 @@ def outputs(graph: Graph) -> list[Node | object]:
 
 def ops(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
+
+
+def call(graph: Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Node:
+    """A new node at the graph's insertion point, with the fake tensor that passes read."""
+    node = graph.call_function(target, args, kwargs)
+    fake_args, fake_kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])
+    node.meta["val"] = target(*fake_args, **fake_kwargs)
+    return node

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from functitan.compiler.graphs import outputs, placeholders, value
+from functitan.compiler.graphs import call, outputs, placeholders, value
+from functitan.compiler.passes.recompute import recompute_elementwise
 
 
 class CompilerError(RuntimeError):
@@ -27,6 +28,7 @@ def compile_graph(
     import torch._inductor
 
     _products_with_vectors_as_sums(module.graph)
+    recompute_elementwise(module.graph)
     _write_back(module, donated)
     module.recompile()
     source = module.code
@@ -65,12 +67,11 @@ def _products_with_vectors_as_sums(graph: Graph) -> None:
             continue
         with graph.inserting_before(node):
             if columns == 1:  # [n, d] x [d, 1]
-                product = graph.call_function(aten.mul.Tensor, (a, graph.call_function(aten.t.default, (b,))))
-                new = graph.call_function(aten.sum.dim_IntList, (product, [1], True))
+                product = call(graph, aten.mul.Tensor, a, call(graph, aten.t.default, b))
+                new = call(graph, aten.sum.dim_IntList, product, [1], True)
             else:  # [1, n] x [n, d]
-                product = graph.call_function(aten.mul.Tensor, (graph.call_function(aten.t.default, (a,)), b))
-                new = graph.call_function(aten.sum.dim_IntList, (product, [0], True))
-        new.meta = dict(node.meta)
+                product = call(graph, aten.mul.Tensor, call(graph, aten.t.default, a), b)
+                new = call(graph, aten.sum.dim_IntList, product, [0], True)
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 

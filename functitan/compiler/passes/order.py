@@ -79,7 +79,14 @@ def _components(tail: set[Node]) -> dict[Node, int]:
             if _is_large(source):
                 parent[find(source)] = find(node)
     numbers: dict[Node, int] = {}
-    return {node: numbers.setdefault(find(node), len(numbers)) for node in tail if _is_large(node)}
+    components = {node: numbers.setdefault(find(node), len(numbers)) for node in tail if _is_large(node)}
+    for node in tail:
+        if not _is_large(node):
+            # A reduction goes with what it reads, so that this can die.
+            read = [components[source] for source in node.all_input_nodes if source in components and _is_large(source)]
+            if read:
+                components[node] = read[0]
+    return components
 
 
 def _is_large(node: Node) -> bool:
