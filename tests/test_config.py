@@ -76,7 +76,7 @@ def test_text_is_readable_and_complete():
     assert [line for line in lines[2:] if not line.startswith((" ", "-"))] == [
         "model:", "data:", "train:", "optim:", "mesh:", "jit:", "checkpoint:", "out: runs/debug", "seed: 0",
     ]  # fmt: skip
-    assert "  learning_rate: 0.003" in lines
+    assert "  learning_rate: 0.004" in lines
 
 
 def test_a_rate_without_a_point_is_a_number():
