@@ -14,11 +14,11 @@ from typing import Any
 
 import optree
 import torch
-import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
 
-from functitan import _functorch, tree
+from functitan import tree
+from functitan._torch import inside_transform, marked
 
 _nesting = threading.local()
 
@@ -60,7 +60,7 @@ def value_and_grad(
             _check_scalar(name, value)
             return value, aux
 
-        differentiate = _grad_by_functorch if _functorch.inside_transform() else _grad_by_autograd
+        differentiate = _grad_by_functorch if inside_transform() else _grad_by_autograd
         value, aux, gradients = differentiate(flat_fun, leaves)
         gradients = tree.unflatten(treedef, gradients)
         if isinstance(argnums, int):
@@ -140,7 +140,14 @@ def vmap(fun: Callable, in_axes: Any = 0, out_axes: Any = 0, axis_size: int | No
 
         def flat_fun(*flat: Any):
             positional, keywords = tree.unflatten(treedef, flat[: treedef.num_leaves])
-            out, out_def = tree.flatten(fun(*positional, **keywords))
+            result = fun(*positional, **keywords)
+            for path, x in tree.leaves_with_path(result):
+                if not isinstance(x, Tensor):
+                    raise TypeError(
+                        f"vmap({name}): the result{' at ' + path if path else ''} is {type(x).__name__}; "
+                        "results must be tensors"
+                    )
+            out, out_def = tree.flatten(result)
             out_tree[:] = [out_def]
             return tuple(out)
 
@@ -148,6 +155,8 @@ def vmap(fun: Callable, in_axes: Any = 0, out_axes: Any = 0, axis_size: int | No
         outputs = torch.func.vmap(flat_fun, in_dims=tuple(dims), out_dims=0)(*leaves)
         result = tree.unflatten(out_tree[0], outputs)
         places = _broadcast_prefix(out_axes, result)
+        if None in places:
+            raise ValueError(f"vmap({name}): out_axes has a None; give each result the place of its mapped dim, an int")
         moved = [x if d == 0 else x.movedim(0, d) for x, d in zip(outputs, places)]
         return tree.unflatten(out_tree[0], moved)
 
@@ -182,12 +191,15 @@ def vjp(fun: Callable, *primals: Any, has_aux: bool = False) -> tuple:
 
 
 def remat(fun: Callable) -> Callable:
-    """``fun`` whose intermediate results are computed again in backward instead of kept, as ``jax.checkpoint``."""
+    """``fun`` whose intermediate results are computed again in backward instead of kept, as ``jax.checkpoint``.
+
+    Inside torch.func transforms (vmap, jvp, vjp) it is ``fun`` itself: their tensors cannot be hooked.
+    """
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any):
-        if not torch.is_grad_enabled() or _functorch.inside_transform():
-            return fun(*args, **kwargs)  # nothing to save, or torch.func, whose tensors checkpoint cannot hook
+        if not torch.is_grad_enabled() or inside_transform():
+            return fun(*args, **kwargs)
         return torch.utils.checkpoint.checkpoint(
             _marked(fun), *args, use_reentrant=False, preserve_rng_state=False, **kwargs
         )
@@ -205,7 +217,7 @@ def _marked(fun: Callable) -> Callable:
     def run(*args: Any, **kwargs: Any):
         if next(runs) == 0:
             return fun(*args, **kwargs)
-        with fx_traceback.annotate({"remat": next(_remat_count)}):
+        with marked("remat", next(_remat_count)):
             return fun(*args, **kwargs)
 
     return run
@@ -230,6 +242,10 @@ def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, reve
         ValueError: the leading dims, or they and ``length``, differ.
         TypeError: ``f`` changes the structure, a shape or a dtype of the carry.
     """
+    for path, x in tree.leaves_with_path(xs):
+        if not isinstance(x, Tensor):
+            where = f"xs at {path}" if path else "xs"
+            raise TypeError(f"scan: {where} is {type(x).__name__}; its leaves must be tensors")
     sizes = {path or "xs": x.shape[0] if x.ndim else None for path, x in tree.leaves_with_path(xs)}
     if length is not None:
         sizes["length"] = length
@@ -248,7 +264,9 @@ def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, reve
     if reverse:
         ys.reverse()
     if not ys:
-        return carry, None
+        # As jax: the outputs of no step, which has to be asked for their structure.
+        _, y = f(init, tree.map(lambda x: x.new_zeros(x.shape[1:]), xs))
+        return carry, tree.map(lambda part: torch.as_tensor(part).new_empty((0, *torch.as_tensor(part).shape)), y)
     return carry, tree.map(lambda *parts: torch.stack([torch.as_tensor(p) for p in parts]), *ys)
 
 
@@ -330,7 +348,7 @@ def _check_argnums(name: str, indices: tuple[int, ...], n: int) -> None:
 def _check_differentiable(name: str, indices: tuple[int, ...], selected: tuple) -> None:
     for i, arg in zip(indices, selected):
         for path, x in tree.leaves_with_path(arg):
-            if not isinstance(x, Tensor) or not (x.is_floating_point() or x.is_complex()):
+            if not isinstance(x, Tensor) or not x.is_floating_point():
                 what = str(x.dtype).removeprefix("torch.") if isinstance(x, Tensor) else type(x).__name__
                 raise TypeError(
                     f"grad({name}): argument {i}{' at ' + path if path else ''} is {what}; "
@@ -346,11 +364,11 @@ def _check_scalar(name: str, value: Any) -> None:
 
 
 def _check_carry(old: Any, new: Any) -> None:
-    before, after = tree.leaves_with_path(old), tree.leaves_with_path(new)
     if tree.structure(old) != tree.structure(new):
         raise TypeError(f"scan: f changed the carry's structure from {tree.structure(old)} to {tree.structure(new)}")
-    for (path, a), (_, b) in zip(before, after):
+    for i, (a, b) in enumerate(zip(tree.leaves(old), tree.leaves(new))):
         if isinstance(a, Tensor) and isinstance(b, Tensor) and (a.shape, a.dtype) != (b.shape, b.dtype):
+            path = tree.leaves_with_path(old)[i][0]
             raise TypeError(
                 f"scan: f changed the carry{' at ' + path if path else ''} from {tuple(a.shape)} {a.dtype} "
                 f"to {tuple(b.shape)} {b.dtype}; a carry keeps its shape and dtype"

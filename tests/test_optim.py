@@ -230,12 +230,16 @@ def test_multi_steps_needs_a_weight():
 
 
 def test_norms_and_biases_do_not_decay_by_default():
-    params = {"w": torch.ones(2, 2), "bias": torch.ones(2), "scale": torch.ones(())}
+    # Where layers are stacked, norms and biases have two dims as well.
+    params = {"w": torch.ones(2, 2), "bias": torch.ones(2), "scale": torch.ones(()), "layers": {
+        "attn_norm": torch.ones(3, 4), "b": {"bias": torch.ones(3, 4)}, "ln_1": {"weight": torch.ones(3, 4)},
+    }}  # fmt: skip
     zeros = tree.map(torch.zeros_like, params)
     for optimizer in (optim.adamw(0.5, weight_decay=0.5), optim.lion(0.5, weight_decay=0.5)):
         updates, _ = optimizer.update(zeros, optimizer.init(params), params)
         assert torch.equal(updates["w"], torch.full((2, 2), -0.25))
-        assert not updates["bias"].any() and not updates["scale"].any()
+        rest = {path: u for path, u in tree.leaves_with_path(updates) if path != "w"}
+        assert len(rest) == 5 and not any(u.any() for u in rest.values()), rest
 
 
 def test_decay_mask_knows_stacked_norms():
@@ -251,7 +255,7 @@ def test_decay_mask_knows_stacked_norms():
     mask = optim.decay_mask(specs)
     assert mask == {"layers": {"norm": False, "w": True}, "embedding": False, "unused": None}
     params = tree.map(lambda s: torch.ones(s.shape), specs)
-    assert optim.matrices_only(params)["layers"]["norm"] is True  # which is why decay_mask exists
+    assert optim.default_decay_mask(params) == {"layers": {"norm": False, "w": True}, "embedding": True, "unused": None}
     optimizer = optim.adamw(1.0, weight_decay=0.5, mask=mask)
     updates, _ = optimizer.update(tree.map(torch.zeros_like, params), optimizer.init(params), params)
     assert {path: u.any().item() for path, u in tree.leaves_with_path(updates)} == {

@@ -1,5 +1,6 @@
 """Each graph pass alone: it keeps every bit of a whole training step, and its effect can be seen in the graph."""
 
+import functools
 import itertools
 
 import attrs
@@ -26,15 +27,14 @@ def step():
     return flat_step(CFG)
 
 
-def flat_step(cfg):
+def flat_step(cfg, accumulation=1, batch=4):
     """``(flat function, inputs, how many of them are the state)`` of a training step with clipping."""
     specs = llama.declare(cfg)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-2, mask=optim.decay_mask(specs)))
-    train_step = make_train_step(
-        lambda params, batch, key=None: llama.apply(params, batch, cfg, key=key), optimizer, lambda count: 1e-2
-    )
+    model = functools.partial(llama.apply, cfg=cfg)
+    train_step = make_train_step(model, optimizer, optim.constant_schedule(1e-2), accumulation)
     state = ft.init_state(ft.compile_specs(specs), random.key(0), optimizer)
-    text = random.randint(random.key(1), (4, 65), 0, 64).to(torch.int64)
+    text = random.randint(random.key(1), (batch, 65), 0, 64).to(torch.int64)
     arguments = (state, {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous()})
     leaves, treedef = tree.flatten(arguments)
 

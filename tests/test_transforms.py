@@ -53,6 +53,12 @@ def test_integer_leaf_is_refused_with_its_path():
         grad(lambda s: s["w"].sum())({"w": torch.ones(1), "step": torch.tensor(3)})
 
 
+def test_complex_is_refused():
+    """JAX and torch differ in its conjugate, and no transformer has one."""
+    with pytest.raises(TypeError, match="complex64"):
+        grad(lambda z: z.abs().sum())(torch.ones(2, dtype=torch.complex64))
+
+
 def test_value_must_be_a_scalar():
     with pytest.raises(TypeError, match=r"shape \(3,\)"):
         grad(lambda x: x * 2)(torch.ones(3))
@@ -89,6 +95,10 @@ def test_vmap_axes():
         vmap(lambda x: x, in_axes=None)(a)
     with pytest.raises(ValueError, match="2 entries for 1"):
         vmap(lambda x: x, in_axes=(0, 0))(a)
+    with pytest.raises(ValueError, match="out_axes has a None"):
+        vmap(lambda x: x, out_axes=None)(a)
+    with pytest.raises(TypeError, match="result at n is int"):
+        vmap(lambda x: {"n": 3, "x": x})(a)
     with pytest.raises(ValueError, match="no prefix"):
         vmap(lambda t: t["x"], in_axes=({"y": 0},))({"x": a})
 
@@ -137,7 +147,8 @@ def test_scan():
     assert carry["n"] == 7 and ys.tolist() == [14, 12, 8, 2]
     carry, ys = scan(lambda c, _: (c * 2, None), torch.tensor(1), None, length=5)
     assert carry == 32 and ys is None
-    assert scan(step, {"n": torch.tensor(1.0)}, {"v": torch.ones(0)})[0]["n"] == 1
+    carry, ys = scan(step, {"n": torch.tensor(1.0)}, {"v": torch.ones(0)})
+    assert carry["n"] == 1 and ys.shape == (0,)
 
 
 def test_scan_refuses_what_jax_refuses():
@@ -147,6 +158,8 @@ def test_scan_refuses_what_jax_refuses():
         scan(lambda c, x: (c, x), 0)
     with pytest.raises(TypeError, match="float32 to .*float64"):
         scan(lambda c, x: (c.double(), None), torch.ones(2), torch.ones(3))
+    with pytest.raises(TypeError, match="xs at 0 is int"):
+        scan(lambda c, x: (c, x), 0, [1, 2])
     with pytest.raises(TypeError, match="structure"):
         scan(lambda c, x: ((c, c), None), torch.ones(2), torch.ones(3))
 

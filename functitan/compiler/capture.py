@@ -1,8 +1,7 @@
 """Capture: a function of tensors becomes one FX graph of ATen operators, for the given shapes.
 
 The whole function is traced by ``make_fx`` under fake tensors, so forward, backward, clipping and optimizer end up in
-one
-graph: no autograd engine and no Python of the model at run time. Nothing is computed while tracing.
+one graph: no autograd engine and no Python of the model at run time. Nothing is computed while tracing.
 """
 
 from __future__ import annotations
@@ -11,21 +10,16 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
-import torch.fx.traceback as fx_traceback
 from torch import Tensor
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx import GraphModule
-from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from functitan.compiler.graphs import outputs, storages, value
+from functitan._torch import DATA_DEPENDENT, retrace_functional, trace
+from functitan.compiler.graphs import ops
 from functitan.compiler.guards import CaptureError, NoReads, NoSideEffects, refusal_of
 
 __all__ = ["CaptureError", "capture", "is_capturing"]
 
 _state = threading.local()
-_DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
 
 def is_capturing() -> bool:
@@ -43,11 +37,11 @@ def _capturing() -> Iterator[None]:
 
 
 def capture(
-    fun: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    name: str = "function",
+    fun: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], name: str = "function"
 ) -> GraphModule:
     """The graph of ``fun(*inputs)``, a function from tensors to a flat sequence of tensors.
+
+    Tensors that ``fun`` closes over are copied into the graph with the values they have now, as in JAX.
 
     Args:
         fun: pure; its outputs may carry autograd history, which is dropped.
@@ -56,11 +50,12 @@ def capture(
 
     Returns:
         A functional graph (no operator changes anything in place) with one placeholder for each input.
-        ``node.meta["val"]`` holds each result as a fake tensor; ``node.meta["custom"]["remat"]`` marks what a remat
-        computes again.
+        ``node.meta["val"]`` holds each result as a fake tensor; nodes that a remat computes again carry the mark
+        ``remat``.
 
     Raises:
-        CaptureError: the function reads a traced value, changes an input or draws from the global generator.
+        CaptureError: the function reads a traced value, changes a tensor that it did not make, or draws from the
+            global generator.
     """
 
     def guarded(*args: Tensor) -> list[Tensor]:
@@ -68,36 +63,23 @@ def capture(
             return [x.detach() for x in fun(*args)]
 
     example = [x.detach() for x in inputs]
-    with _capturing(), fx_traceback.preserve_node_meta():
+    with _capturing():
         try:
-            graph = _trace(guarded, example)
-        except _DATA_DEPENDENT as error:
+            module = trace(guarded, example)
+        except DATA_DEPENDENT as error:
             raise refusal_of(name, error) from None
-        if any(_is_mutation(node) for node in graph.graph.nodes):
+        if any(node.target._schema.is_mutable for node in ops(module.graph) if hasattr(node.target, "_schema")):
             # The user changed an intermediate result in place. There is no autograd left in the graph, so it can be
             # replayed through functionalize, which torch.autograd.grad could not.
-            graph = _trace(torch.func.functionalize(graph, remove="mutations"), example)
-    _own_outputs(graph)
-    return graph
+            module = retrace_functional(module, example)
+    _own_constants(module)
+    return module
 
 
-def _trace(fun: Callable, inputs: Sequence[Tensor]) -> GraphModule:
-    with torch.no_grad():
-        return make_fx(fun, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
-
-
-def _own_outputs(module: GraphModule) -> None:
-    """Copies what is returned but lives in the graph: a caller may donate what it was given."""
-    graph = module.graph
-    kept = {s for node in graph.nodes if node.op == "get_attr" for s in storages(node)}
-    results = outputs(graph)
-    with graph.inserting_before(graph.output_node()):
-        for i, result in enumerate(results):
-            if storages(result) & kept:
-                results[i] = graph.call_function(torch.ops.aten.clone.default, (result,))
-                results[i].meta["val"] = torch.ops.aten.clone.default(value(result))
-    graph.output_node().args = (results,)
-
-
-def _is_mutation(node: torch.fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+def _own_constants(module: GraphModule) -> None:
+    """Copies the tensors that the function closed over: what happens to them later must not reach the graph."""
+    for target in {node.target for node in module.graph.nodes if node.op == "get_attr"}:
+        constant = getattr(module, target)
+        if isinstance(constant, Tensor):
+            delattr(module, target)
+            module.register_buffer(target, constant.detach().clone(), persistent=False)

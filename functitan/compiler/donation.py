@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
+
+from functitan._torch import storage_id
 
 
 class DonatedError(RuntimeError):
@@ -25,18 +28,27 @@ class DonatedTensor(torch.Tensor):
 
 
 def take(x: Tensor) -> Tensor:
-    """The memory of ``x`` as a new tensor; ``x`` itself becomes a :class:`DonatedTensor` without memory."""
-    mine = x.detach()
+    """The memory of ``x`` as a new tensor; ``x`` itself becomes a :class:`DonatedTensor` without memory.
+
+    A view gives a copy: the rest of its buffer is not the caller's to give.
+    """
+    whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    mine = x.detach() if whole else x.detach().clone(memory_format=torch.preserve_format)
     x.requires_grad_(False)
-    x.data = x.data.new_empty(0)
+    x.data = _empty(x.dtype, x.device)
     x.__class__ = DonatedTensor
     return mine
 
 
+@functools.cache
+def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty(0, dtype=dtype, device=device)
+
+
 def are_distinct(inputs: Sequence[Tensor], donated: Collection[int]) -> bool:
     """Whether no donated tensor shares its memory with another of the inputs."""
-    count = Counter(x.untyped_storage()._cdata for x in inputs if x.numel())
-    return all(count[inputs[i].untyped_storage()._cdata] <= 1 for i in donated)
+    count = Counter(storage_id(x) for x in inputs if x.numel())
+    return all(count[storage_id(inputs[i])] <= 1 for i in donated)
 
 
 def shared_pair(pairs: Sequence[tuple[str, Tensor]], is_donated: Callable[[str], bool]) -> tuple[str, str]:
@@ -44,7 +56,7 @@ def shared_pair(pairs: Sequence[tuple[str, Tensor]], is_donated: Callable[[str],
     groups: dict[int, list[str]] = {}
     for path, x in pairs:
         if x.numel():
-            groups.setdefault(x.untyped_storage()._cdata, []).append(path)
+            groups.setdefault(storage_id(x), []).append(path)
     group = next(g for g in groups.values() if len(g) > 1 and any(map(is_donated, g)))
     one = next(filter(is_donated, group))
     return one, next(path for path in group if path is not one)

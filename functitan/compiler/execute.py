@@ -12,9 +12,10 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
+
+from functitan._torch import OpOverload, mark_of
 
 _names = itertools.count()
 
@@ -51,7 +52,7 @@ def _call(node: Node, constants: dict[str, Any]) -> str:
     if node.target is operator.getitem:
         return f"{_text(node.args[0], constants)}[{node.args[1]!r}]"
     function = node.target
-    if isinstance(function, torch._ops.OpOverload):
+    if isinstance(function, OpOverload):
         name = f"{function.namespace}_{function.overloadpacket.__name__}_{function._overloadname}"
     else:
         name = getattr(function, "__name__", "function")
@@ -82,7 +83,7 @@ def _comment(node: Node) -> str:
     val = node.meta.get("val")
     if not isinstance(val, Tensor):
         return ""
-    region = (node.meta.get("custom") or {}).get("remat")
+    region = mark_of(node, "remat")
     shape = ", ".join(map(str, val.shape))
     return f"  # {str(val.dtype).removeprefix('torch.')}[{shape}]" + (" (remat)" if region else "")
 

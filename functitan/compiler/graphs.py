@@ -11,9 +11,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from functitan._torch import OpOverload, storage_id
+
 
 def is_op(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload)
+    return isinstance(node.target, OpOverload)
 
 
 def is_pure(node: Node) -> bool:
@@ -23,7 +25,7 @@ def is_pure(node: Node) -> bool:
     return is_op(node) and not node.target._schema.is_mutable and not draws(node.target, node.args, node.kwargs)
 
 
-def draws(op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def draws(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """True if the operator reads torch's global generator. Attention does so only where its dropout is on."""
     if torch.Tag.nondeterministic_seeded not in op.tags:
         return False
@@ -40,15 +42,21 @@ def value(node: Node) -> Tensor | None:
 
 
 def storages(node: Node) -> set[Hashable]:
-    """The buffers a node's results live in; a view has those of its base."""
-    base = node
-    while base.target is operator.getitem or is_view(base):
+    """The buffers a node's results live in; a view has those of its base.
+
+    Asked of the base itself: once duplicates are merged, a view's own fake tensor may belong to the base that is gone.
+    """
+    base, parts = node, []
+    while is_view(base) or (base.target is operator.getitem and is_view(base.args[0])):
         base = base.args[0]
+    if base.target is operator.getitem:
+        base, parts = base.args[0], [base.args[1]]
     if base.op == "get_attr":
         return {base.target}  # tracing gives each use of a constant another fake tensor
-    vals = node.meta.get("val")
+    vals = base.meta.get("val")
     vals = vals if isinstance(vals, (list, tuple)) else (vals,)
-    return {x.untyped_storage()._cdata for x in vals if isinstance(x, Tensor)}
+    vals = [vals[part] for part in parts] or vals
+    return {storage_id(x) for x in vals if isinstance(x, Tensor)}
 
 
 def is_view(node: Node) -> bool:
@@ -70,7 +78,7 @@ def ops(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 
 
-def call(graph: Graph, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
     """A new node at the graph's insertion point, with the fake tensor that passes read."""
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])

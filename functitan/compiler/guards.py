@@ -1,9 +1,8 @@
 """What a captured function may not do, caught while it is traced and told with the user's line.
 
-A captured graph holds tensor operations and nothing else. Reading a traced value (``print``, ``.item()``, ``if x >
-0``), changing an input in place, and drawing from torch's global generator would all happen once, at capture, and
-never
-again: each is refused here instead.
+A captured graph holds tensor operations and nothing else. Reading a traced value (``print``, ``.item()``,
+``if x > 0``), changing a tensor that the function did not make, and drawing from torch's global generator would all
+happen once, at capture, and never again: each is refused here instead.
 """
 
 from __future__ import annotations
@@ -15,12 +14,17 @@ import sysconfig
 import traceback
 from collections.abc import Iterable
 from types import FrameType
+from typing import Any
 
+import einops
+import numpy as np
+import optree
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functitan._torch import is_fake, storage_id
 from functitan.compiler.graphs import draws
 
 _READS = {
@@ -36,15 +40,16 @@ _READS = {
     "item": "reads a traced value with .item()",
     "tolist": "reads a traced value with .tolist()",
     "numpy": "turns a traced value into a numpy array",
+    "data_ptr": "reads the address of a traced value",
 }
 _READ_ADVICE = (
     "a captured function has no values while it is traced. Return the value and read it outside, use torch.where "
     "for a choice, or run the plain function under functitan.disable_jit()"
 )
-_ROOTS = tuple(
-    os.path.dirname(os.path.abspath(path)) + os.sep
-    for path in (torch.__file__, os.path.dirname(__file__), sysconfig.__file__)
-)
+_STDLIB = os.path.dirname(os.path.abspath(sysconfig.__file__)) + os.sep
+_LIBRARIES = tuple(
+    os.path.dirname(os.path.abspath(module.__file__)) + os.sep for module in (torch, einops, optree, np)
+) + (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 
 
 class CaptureError(TypeError):
@@ -54,10 +59,15 @@ class CaptureError(TypeError):
 def user_line(frames: Iterable[tuple[str, int]]) -> str:
     """``file:line: source`` of the innermost frame that belongs to neither functitan, torch nor the interpreter."""
     for filename, lineno in frames:
-        if "site-packages" in filename or filename.startswith(("<", *_ROOTS)):
-            continue
-        return f"{filename}:{lineno}: {linecache.getline(filename, lineno).strip()}"
+        if not _is_machinery(filename):
+            return f"{filename}:{lineno}: {linecache.getline(filename, lineno).strip()}"
     return "a line that could not be found"
+
+
+def _is_machinery(filename: str) -> bool:
+    if filename.startswith(("<", *_LIBRARIES)):
+        return True
+    return filename.startswith(_STDLIB) and "site-packages" not in filename
 
 
 def _stack(frame: FrameType | None) -> Iterable[tuple[str, int]]:
@@ -86,18 +96,28 @@ class NoReads(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         what = _READS.get(getattr(func, "__name__", ""))
-        if what is not None:
+        if what is not None and args and isinstance(args[0], Tensor) and is_fake(args[0]):
             raise refusal(self.name, what, _READ_ADVICE)
+        if func is torch.tensor and args and not isinstance(args[0], Tensor) and _holds_traced(args[0]):
+            raise refusal(
+                self.name, "makes a tensor from traced values with torch.tensor", "use torch.stack, which is traced"
+            )
         return func(*args, **(kwargs or {}))
 
 
+def _holds_traced(data: Any) -> bool:
+    if isinstance(data, (list, tuple)):
+        return any(_holds_traced(x) for x in data)
+    return isinstance(data, Tensor) and is_fake(data)
+
+
 class NoSideEffects(TorchDispatchMode):
-    """Refuses random draws from the global generator, changes of the inputs, and shapes that depend on values."""
+    """Refuses global random draws, changes of what was not made here, and shapes that follow from values."""
 
     def __init__(self, name: str, inputs: Iterable[Tensor]) -> None:
         super().__init__()
         self.name = name
-        self.inputs = {x.untyped_storage()._cdata for x in inputs}
+        self.inputs = {storage_id(x) for x in inputs}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -125,9 +145,13 @@ class NoSideEffects(TorchDispatchMode):
                 continue
             target = args[i] if i < len(args) else kwargs.get(argument.name)
             for x in target if isinstance(target, (list, tuple)) else (target,):
-                if isinstance(x, Tensor) and x.untyped_storage()._cdata in self.inputs:
+                if not isinstance(x, Tensor):
+                    continue
+                is_input = storage_id(x) in self.inputs
+                if is_input or not is_fake(x):
+                    what = "an argument" if is_input else "a tensor from outside the function"
                     raise refusal(
                         self.name,
-                        f"changes an argument in place ({func})",
+                        f"changes {what} in place ({func})",
                         "a step function is pure. Return the new value instead",
                     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +17,8 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from functitan import _functorch, tree
+from functitan import tree
+from functitan._torch import inside_transform
 from functitan.compiler import donation, passes
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
@@ -27,18 +29,19 @@ from functitan.compiler.plan import Plan
 log = logging.getLogger("functitan.jit")
 
 _MANY_CAPTURES = 8
-_enabled = True
+_MAX_CAPTURES = 64
+_state = threading.local()
 
 
 @contextmanager
 def disable_jit() -> Iterator[None]:
-    """Within it every jitted function runs as the plain function it was made from (nothing is donated)."""
-    global _enabled
-    before, _enabled = _enabled, False
+    """Within it, on this thread, a jitted function runs as the plain function that it was made from."""
+    before = getattr(_state, "disabled", False)
+    _state.disabled = True
     try:
         yield
     finally:
-        _enabled = before
+        _state.disabled = before
 
 
 @attrs.frozen(eq=False)
@@ -73,20 +76,24 @@ def jit(
     """Captures ``fun`` into one graph for the shapes of its arguments, and runs that.
 
     Args:
-        fun: pure; its arguments and results are trees. Tensors (and numpy arrays) are traced; every other leaf is
-            static: the graph holds its value, and another value means another capture.
-        plan: where the arguments live. None, or the plan of one device.
-        donate: names of arguments whose memory the results may reuse. Their tensors cannot be used afterwards.
-        passes: names of the graph passes to run, see ``functitan.compiler.passes``.
+        fun: pure; its arguments and results are trees. Tensors and numpy arrays are traced. Every other leaf is static,
+            also numbers, which ``jax.jit`` traces: the graph holds its value, and another value means another
+            capture. Tensors that ``fun`` closes over are copied into the graph.
+        plan: the layouts of the arguments. This version runs plans of one device, and reads nothing else from it.
+        donate: names of arguments whose memory the results may reuse. Their tensors cannot be used afterwards, also
+            where the run fails. Of a view the buffer is copied; nothing is donated where the plain function runs.
+        passes: names of the graph passes to run, see ``functitan.compiler.passes``. With Inductor those that leave a
+            functional graph are run before it.
         inductor: compile the graph with TorchInductor (needs a C++ compiler on a CPU).
 
     Returns:
-        A function with the signature of ``fun``. Its ``captures`` tell what was captured and why. Inside another
-        captured function, under :func:`disable_jit`, and where gradients or torch.func transforms pass through it, it
-        is ``fun`` itself.
+        A function with the signature of ``fun``. Its ``captures`` tell what was captured and why; it keeps the last
+        64. Inside another captured function, under :func:`disable_jit`, and where gradients or torch.func transforms
+        pass through it, it is ``fun`` itself. Every result has memory of its own, shared with no other and with no
+        argument that was not donated.
 
     Raises:
-        ValueError: ``donate`` or ``passes`` has an unknown name.
+        ValueError: ``donate`` or ``passes`` has an unknown name, or the plan needs several devices.
         CaptureError: (at the call) ``fun`` reads a traced value or has a side effect; names the line.
     """
     return JitFunction(fun, plan, tuple(donate), tuple(passes), inductor)
@@ -102,7 +109,8 @@ class JitFunction:
         self.fun = fun
         self.name = getattr(fun, "__name__", type(fun).__name__)
         self.signature = inspect.signature(fun)
-        self.passes = passes.check_passes(pass_names)
+        chosen = passes.check_passes(pass_names)
+        self.passes = tuple(name for name in chosen if name in passes.FUNCTIONAL or not inductor)
         self.inductor = inductor
         self.donate = donate
         self._check_donate()
@@ -110,6 +118,7 @@ class JitFunction:
             check_one_device(plan)
         self._cache: dict[Any, Captured] = {}
         self._last_key: _Key | None = None
+        self._warned = False
 
     @property
     def captures(self) -> list[Captured]:
@@ -117,17 +126,19 @@ class JitFunction:
         return list(self._cache.values())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not _enabled or is_capturing() or _functorch.inside_transform():
+        if getattr(_state, "disabled", False) or is_capturing() or inside_transform():
             return self.fun(*args, **kwargs)
         arguments = self._bind(args, kwargs)
         leaves, treedef = tree.flatten(arguments)
-        leaves = [torch.as_tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]
+        leaves = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]  # copied: the array stays whole
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
+            self._warn_of_gradients()
             return self.fun(*args, **kwargs)  # a graph has no autograd history to give
-        key = _Key(treedef, tuple(_leaf_key(x) for x in leaves), torch.get_default_dtype())
+        key = _Key(treedef, tuple(_leaf_key(x) for x in leaves), _settings())
         captured = self._cache.get(key)
         if captured is None:
-            captured = self._cache[key] = self._capture(arguments, leaves, treedef, key)
+            captured = self._capture(arguments, leaves, treedef, key)
+            self._remember(key, captured)
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         del leaves
         if captured.donated:
@@ -135,7 +146,21 @@ class JitFunction:
                 self._refuse_shared(arguments)
             for i in captured.donated:
                 inputs[i] = donation.take(inputs[i])
-        return captured.pack(captured.run(inputs))
+        with torch.no_grad():
+            return captured.pack(captured.run(inputs))
+
+    def _remember(self, key: _Key, captured: Captured) -> None:
+        if len(self._cache) >= _MAX_CAPTURES:
+            self._cache.pop(next(iter(self._cache)))
+        self._cache[key] = captured
+
+    def _warn_of_gradients(self) -> None:
+        if self.donate and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s runs as the plain function and donates nothing: an argument requires grad. Pass detached tensors, "
+                "and take gradients inside with value_and_grad", self.name,
+            )  # fmt: skip
 
     def _bind(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         bound = self.signature.bind(*args, **kwargs)
@@ -171,11 +196,10 @@ class JitFunction:
         graph = capture(flat_fun, inputs, self.name)
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
         donated = tuple(n for n, i in enumerate(traced) if self._is_donated(paths[i]))
+        passes.run_passes(graph.graph, donated, self.passes)
         if self.inductor:
-            passes.run_passes(graph.graph, donated, [name for name in self.passes if name in passes.BEFORE_INDUCTOR])
             run, source = inductor_pass.compile_graph(graph, inputs, donated)
         else:
-            passes.run_passes(graph.graph, donated, self.passes)
             run, source = compile_graph(graph)
         out_def, statics = result[0]
         seconds = time.perf_counter() - started
@@ -211,7 +235,7 @@ class _Key:
 
     treedef: tree.TreeDef
     leaves: tuple[Any, ...]
-    default_dtype: torch.dtype
+    settings: tuple[Any, ...]
 
     def difference(self, old: _Key, paths: list[str]) -> str:
         if self.treedef != old.treedef:
@@ -222,7 +246,7 @@ class _Key:
             if before != after
         ]
         if not changes:
-            return f"the default dtype changed from {old.default_dtype} to {self.default_dtype}"
+            return f"torch's settings changed from {dict(old.settings)} to {dict(self.settings)}"
         more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
         return "; ".join(changes[:3]) + more
 
@@ -240,9 +264,18 @@ def _is_leaf_key(x: Any) -> bool:
     return isinstance(x, tuple) and bool(x) and isinstance(x[0], (torch.dtype, type))
 
 
+def _settings() -> tuple[Any, ...]:
+    """What else in torch decides which operators a function runs."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    autocast = [(f"autocast {kind}", torch.get_autocast_dtype(kind)) for kind in kinds]
+    return (("default dtype", torch.get_default_dtype()), ("default device", torch.get_default_device()), *autocast)
+
+
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.device
+        return x.dtype, x.shape, x.stride(), x.device, type(x)
+    if isinstance(x, float):
+        return float, x.hex()  # tells 0.0 from -0.0, and a NaN equals itself
     try:
         hash(x)
     except TypeError as error:
@@ -255,9 +288,9 @@ def _leaf_key(x: Any) -> Any:
 
 def _describe(leaf_key: tuple) -> str:
     if isinstance(leaf_key[0], torch.dtype):
-        dtype, shape, stride, device = leaf_key
+        dtype, shape, stride, device, _ = leaf_key
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}"
-    return repr(leaf_key[1])
+    return str(float.fromhex(leaf_key[1])) if leaf_key[0] is float else repr(leaf_key[1])
 
 
 def _packer(out_def: tree.TreeDef, statics: list[Any]) -> Callable[[list[Any]], Any]:

@@ -41,8 +41,8 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor | None, n_in: int) -> None:
     if tuple(x.shape[x.ndim - n_in :]) != inner:
         raise ValueError(
             f"linear: x {list(x.shape)} ends in {list(x.shape[x.ndim - n_in :])}, but weight {list(weight.shape)} "
-            f"starts with {list(inner)}; the last n_in={n_in} dims of x and the first of weight are contracted and must "
-            "be equal"
+            f"starts with {list(inner)}; the last n_in={n_in} dims of x and the first of weight are contracted and "
+            "must be equal"
         )
     if bias is not None and tuple(bias.shape) != outer:
         raise ValueError(

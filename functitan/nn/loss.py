@@ -23,7 +23,7 @@ def cross_entropy(
             (PaLM, Chowdhery et al., 2022, section 5, with 1e-4).
 
     Returns:
-        ``(loss_sum, count)``, both 0-dim float32 (float64 for float64 logits; a float32 count is exact up to 2**24).
+        ``(loss_sum, count)``, 0-dim: float32 (float64 for float64 logits) and int64.
 
     Raises:
         ValueError: the shapes do not fit.
@@ -47,4 +47,4 @@ def cross_entropy(
         # logsumexp = logit - log_softmax at any one label: no second pass over the vocabulary.
         normaliser = logits.gather(-1, index).squeeze(-1).to(dtype) - log_prob
         losses = losses + z_loss * normaliser.square()
-    return torch.where(valid, losses, 0.0).sum(), valid.sum(dtype=dtype)
+    return torch.where(valid, losses, 0.0).sum(), valid.sum()

@@ -32,8 +32,8 @@ from functitan.optim.masking import (
     MaskedState,
     PartitionState,
     decay_mask,
+    default_decay_mask,
     masked,
-    matrices_only,
     partition,
 )
 from functitan.optim.muon import (
@@ -105,7 +105,7 @@ __all__ = [
     "linear_schedule",
     "lion",
     "masked",
-    "matrices_only",
+    "default_decay_mask",
     "mean_gradients",
     "multi_steps",
     "muon",

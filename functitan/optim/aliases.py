@@ -31,9 +31,9 @@ def adamw(
 
     The decay is multiplied by the learning rate, as in PyTorch and optax: ``p ← p - lr·(adam(g) + weight_decay·p)``.
 
-    **Norms and biases are not decayed by default**: ``mask=None`` decays leaves with 2 dims or more. Where layers
-    are stacked a norm has 2 dims too, so give ``mask=decay_mask(declare(cfg))``. ``mask=True`` decays every leaf,
-    which is what optax does.
+    **Norms and biases are not decayed by default**: ``mask=None`` goes by the number of dims and the names, see
+    :func:`default_decay_mask`. ``mask=decay_mask(declare(cfg))`` takes what the model declares, and ``mask=True``
+    decays every leaf, which is what optax does.
 
     See :func:`scale_by_adam`, :func:`add_decayed_weights` and :func:`scale_by_learning_rate` for the arguments.
     """

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from functitan import tree
 from functitan.optim.base import GradientTransformation
@@ -92,13 +95,21 @@ def partition(
     return GradientTransformation(init, update)
 
 
-def matrices_only(params: Any) -> Any:
-    """The default mask of weight decay: True for leaves with 2 dims or more, so not for norms and biases.
+_NOT_DECAYED = re.compile(r"(norm|bias|scale|gamma|beta)$|^ln(_|\d|$)", re.IGNORECASE)
 
-    It sees tensors only. Where layers are stacked, a norm has 2 dims (layers, embed) and would decay: use
-    :func:`decay_mask` there, which knows what the dims mean.
+
+def default_decay_mask(params: Any) -> Any:
+    """The mask of weight decay where none is given: neither norms nor biases.
+
+    Decayed are leaves with 2 dims or more, but none below a name that ends in norm, bias, scale, gamma or beta or that
+    is an ``ln``: where layers are stacked a norm has 2 dims as well. A model that declares its parameters says it
+    without guessing: :func:`decay_mask`.
     """
-    return tree.map(lambda p: p.ndim >= 2, params)
+
+    def decays(path: str, p: Tensor) -> bool:
+        return p.ndim >= 2 and not any(_NOT_DECAYED.search(name) for name in path.split("/"))
+
+    return tree.map_with_path(decays, params)
 
 
 def decay_mask(specs: Any) -> Any:

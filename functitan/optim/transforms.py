@@ -31,7 +31,7 @@ from functitan.optim.base import (
     zero_count,
     zeros_like,
 )
-from functitan.optim.masking import MaskOrFn, masked, matrices_only
+from functitan.optim.masking import MaskOrFn, default_decay_mask, masked
 
 
 class ScaleByAdamState(NamedTuple):
@@ -174,9 +174,9 @@ def trace(
 def add_decayed_weights(weight_decay: float | Schedule = 0.0, mask: MaskOrFn | None = None) -> GradientTransformation:
     """Adds ``weight_decay · params`` to the updates: decoupled weight decay where it comes after ``scale_by_adam``.
 
-    **Norms and biases are not decayed by default.** optax decays everything; here ``mask=None`` means leaves with
-    2 dims or more (:func:`matrices_only`). Where layers are stacked a norm has 2 dims, so give
-    ``mask=decay_mask(declare(cfg))``. ``mask=True`` decays every leaf.
+    **Norms and biases are not decayed by default.** optax decays everything; here ``mask=None`` goes by the number of
+    dims and the names (:func:`default_decay_mask`). ``mask=decay_mask(declare(cfg))`` takes what the model declares,
+    and ``mask=True`` decays every leaf.
 
     Args:
         weight_decay: a number >= 0, or a schedule of them.
@@ -203,7 +203,7 @@ def add_decayed_weights(weight_decay: float | Schedule = 0.0, mask: MaskOrFn | N
         add = lambda g, p: torch.add(g, p, alpha=weight_decay)  # noqa: E731
         return map_matching("add_decayed_weights", add, updates, params=params), state
 
-    return masked(GradientTransformation(init, update), matrices_only if mask is None else mask)
+    return masked(GradientTransformation(init, update), default_decay_mask if mask is None else mask)
 
 
 def global_norm(updates: Any) -> Tensor:
@@ -227,6 +227,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         del params
         norm = global_norm(updates)
         factor = torch.where(norm < max_norm, torch.ones_like(norm), max_norm / norm)
+        factor = factor + (norm - norm)  # NaN where the norm is not finite, also where finite elements overflow it
         return tree.map(lambda g: g * factor, updates), state
 
     return GradientTransformation(init_empty_state, update)

@@ -18,7 +18,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from functitan._torch import is_traced
 
 Region = Sequence[tuple[int, int]]
 """A rectangular slice of a global array: ``(start, size)`` for every dim."""
@@ -190,7 +191,7 @@ def draw(
 
 def _block_size(key: Tensor) -> int | None:
     """Elements to hash at a time; None for all at once, where a loop would be unrolled into a captured graph."""
-    if torch.compiler.is_compiling() or type(key) is not Tensor or get_proxy_mode() is not None:
+    if torch.compiler.is_compiling() or type(key) is not Tensor or is_traced():
         return None
     if key.device.type == "cpu":
         return _CPU_BLOCK

@@ -13,6 +13,7 @@ from torch.fx import Graph
 from functitan.compiler.passes.cse import merge_duplicates
 from functitan.compiler.passes.fold import fold_constants
 from functitan.compiler.passes.order import order_by_component
+from functitan.compiler.passes.own import own_outputs
 from functitan.compiler.passes.reuse import reuse_buffers
 
 Pass = Callable[[Graph, Collection[int]], None]
@@ -24,8 +25,8 @@ PASSES: dict[str, Pass] = {
     "reuse": reuse_buffers,
 }
 DEFAULT = tuple(PASSES)
-BEFORE_INDUCTOR = ("cse", "fold")
-"""Those that leave a functional graph; what the others do, TorchInductor does in its own way."""
+FUNCTIONAL = ("cse", "fold")
+"""Those that leave a functional graph, which TorchInductor is given; what the others do, it does in its own way."""
 
 
 def check_passes(names: Sequence[str]) -> tuple[str, ...]:
@@ -41,6 +42,17 @@ def check_passes(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def run_passes(graph: Graph, donated: Collection[int], names: Sequence[str]) -> None:
-    for name in check_passes(names):
-        PASSES[name](graph, donated)
-        graph.lint()
+    """Runs the named passes on the graph. Results get buffers of their own whatever the names: that is no option.
+
+    Args:
+        donated: numbers of the inputs whose memory may be overwritten.
+    """
+    names = check_passes(names)
+    for name in names:
+        if name in FUNCTIONAL:
+            PASSES[name](graph, donated)
+    own_outputs(graph, donated)
+    for name in names:
+        if name not in FUNCTIONAL:
+            PASSES[name](graph, donated)
+    graph.lint()

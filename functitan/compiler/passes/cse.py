@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
+from functitan._torch import mark_of
 from functitan.compiler.graphs import is_pure, ops, value
 
 _aten = torch.ops.aten
@@ -54,7 +55,7 @@ def _same_layout(a: Node, b: Node) -> bool:
 
 
 def _key(node: Node) -> Hashable:
-    region = (node.meta.get("custom") or {}).get("remat")
+    region = mark_of(node, "remat")
     return node.target, _frozen(node.args), _frozen(node.kwargs), region
 
 

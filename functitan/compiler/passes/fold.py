@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from functitan.compiler.graphs import is_op, is_pure, ops, outputs, storages, value
 
-# What a graph may hold beside its inputs. A larger constant is cheaper to compute again than to keep.
+# Of a constant and of each step on the way to it. A larger one is cheaper to compute again than to keep.
 _LIMIT_BYTES = 16 * 2**20
 # Made by writing once, which is no more than reading a kept one; and scalars made from Python numbers.
 _aten = torch.ops.aten
@@ -29,11 +29,11 @@ def fold_constants(graph: Graph, donated: Collection[int] = ()) -> None:
     returned = {s for result in outputs(graph) if isinstance(result, Node) for s in storages(result)}
     values: dict[Node, Any] = {}
     for node in list(constant):
-        if node.op == "get_attr" or node.target in _CREATIONS or not _is_small(node):
+        if node.op == "get_attr" or node.target in _CREATIONS:
             continue
         if storages(node) & returned:
             continue  # a result is the caller's, who may donate it: each call gets a new one
-        if all(user in constant and user.target not in _CREATIONS and _is_small(user) for user in node.users):
+        if all(user in constant and user.target not in _CREATIONS for user in node.users):
             continue  # a later constant holds it
         name = f"folded_{node.name}"
         module.register_buffer(name, _evaluate(module, node, values), persistent=False)
@@ -47,7 +47,7 @@ def fold_constants(graph: Graph, donated: Collection[int] = ()) -> None:
 def _constants(graph: Graph) -> dict[Node, None]:
     found: dict[Node, None] = {node: None for node in graph.nodes if node.op == "get_attr"}
     for node in ops(graph):
-        if is_op(node) and is_pure(node) and value(node) is not None and all(s in found for s in node.all_input_nodes):
+        if is_op(node) and is_pure(node) and _is_small(node) and all(s in found for s in node.all_input_nodes):
             found[node] = None
     return found
 

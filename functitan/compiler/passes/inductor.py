@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from functitan.compiler.graphs import call, outputs, placeholders, value
+from functitan.compiler.graphs import call, outputs, placeholders, storages, value
 from functitan.compiler.passes.recompute import recompute_elementwise
 
 
@@ -79,15 +79,17 @@ def _products_with_vectors_as_sums(graph: Graph) -> None:
 def _write_back(module: GraphModule, donated: Collection[int]) -> None:
     """Copies each result into a donated input of its type, which Inductor turns into writing it there."""
     graph = module.graph
-    free = [node for i, node in enumerate(placeholders(graph)) if i in donated]
     results = outputs(graph)
+    returned = {s for result in results if isinstance(result, Node) for s in storages(result)}
+    # One that is itself a result, or that a result is a view of, is no place for another.
+    free = [node for i, node in enumerate(placeholders(graph)) if i in donated and not storages(node) & returned]
     replaced = []
     with graph.inserting_before(graph.output_node()):
         for result in results:
             home = _home(result, free)
             if home is not None:
                 free.remove(home)
-                result = home if result is home else graph.call_function(torch.ops.aten.copy_.default, (home, result))
+                result = graph.call_function(torch.ops.aten.copy_.default, (home, result))
             replaced.append(result)
     graph.output_node().args = (replaced,)
 
@@ -95,8 +97,6 @@ def _write_back(module: GraphModule, donated: Collection[int]) -> None:
 def _home(result: Any, free: list[Node]) -> Node | None:
     if not isinstance(result, Node) or value(result) is None:
         return None
-    if result.op == "placeholder":
-        return result if result in free else None
     x = value(result)
     for node in free:
         y = value(node)

@@ -1,18 +1,18 @@
 """Runs the optimizer parameter by parameter instead of operator by operator.
 
 An optimizer written as ``tree.map`` after ``tree.map`` is traced with all first moments, then all second moments,
-then all updates: its temporaries for the whole model are alive at once. Here the tail of the graph, the nodes from
-which no matrix product follows, is cut into the components that share more than scalars (one a parameter), and
-emitted a component at a time. Within a component and before the tail the order of the program is kept.
+then all updates: its temporaries for the whole model are alive at once. Here the tail of the graph, all that comes
+after the last matrix product, is cut into the components that share more than scalars (one a parameter), and emitted
+a component at a time. Within a component and before the tail the order of the program is kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-import torch
 from torch.fx import Graph, Node
 
+from functitan._torch import OpOverload
 from functitan.compiler.graphs import value
 
 # Nodes up to this size are free to keep, and join nothing: step counts, norms, the learning rate.
@@ -42,19 +42,18 @@ def order_by_component(graph: Graph, donated: Collection[int] = ()) -> None:
 
 
 def _tail(nodes: list[Node]) -> set[Node]:
-    """The nodes behind the last heavy operator: those with none among their users' users."""
-    tail: set[Node] = set()
-    for node in reversed(nodes):
-        if node.op != "call_function" or _is_heavy(node):
-            continue
-        if all(user.op == "output" or user in tail for user in node.users):
-            tail.add(node)
-    return tail
+    """The nodes after the last heavy operator, in the order of the program.
+
+    Not all from which none follows: the sum of two microbatches' gradients must stay before the third microbatch, or
+    the gradients of all of them would be alive at the end.
+    """
+    last = max((i for i, node in enumerate(nodes) if _is_heavy(node)), default=-1)
+    return {node for node in nodes[last + 1 :] if node.op == "call_function"}
 
 
 def _is_heavy(node: Node) -> bool:
     """Whatever is neither elementwise, a view nor a reduction: products, attention, convolutions, collectives."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, OpOverload):
         return False
     packet = node.target.overloadpacket.__name__
     heavy = ("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding_dense_backward")

@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable
 import torch
 from torch.fx import Graph, Node
 
+from functitan._torch import OpOverload
 from functitan.compiler.graphs import is_op, outputs, placeholders, storages, value
 
 
@@ -69,7 +70,7 @@ def _fits(source: Node, node: Node) -> bool:
     return same and x.is_contiguous() and x.numel() * x.element_size() == x.untyped_storage().nbytes()
 
 
-def _out_overload(node: Node) -> torch._ops.OpOverload | None:
+def _out_overload(node: Node) -> OpOverload | None:
     """The overload of an elementwise operator that differs from it by an ``out`` argument alone."""
     if not is_op(node) or torch.Tag.pointwise not in node.target.tags or value(node) is None:
         return None
@@ -86,7 +87,7 @@ def _out_overload(node: Node) -> torch._ops.OpOverload | None:
     return None
 
 
-def _write_into(graph: Graph, node: Node, overload: torch._ops.OpOverload, target: Node) -> None:
+def _write_into(graph: Graph, node: Node, overload: OpOverload, target: Node) -> None:
     with graph.inserting_before(node):
         new = graph.call_function(overload, node.args, {**node.kwargs, "out": target})
     new.meta = dict(node.meta)

@@ -1,0 +1,87 @@
+"""The private corners of torch that functitan stands on, all in this file: a new torch breaks here and nowhere else.
+
+(TorchInductor's entry point is in ``functitan.compiler.passes.inductor``.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.fx.traceback as fx_traceback
+from torch import Tensor
+from torch._C import _functorch
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+__all__ = [
+    "DATA_DEPENDENT",
+    "OpOverload",
+    "inside_transform",
+    "is_fake",
+    "is_traced",
+    "marked",
+    "mark_of",
+    "retrace_functional",
+    "storage_id",
+    "trace",
+]
+
+DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+"""What tracing raises where a shape or a branch depends on values."""
+
+
+def inside_transform() -> bool:
+    """True while a torch.func transform (vmap, grad, jvp, …) is running the current code.
+
+    Its wrapped tensors cannot become autograd leaves (``requires_grad_`` fails), so ``value_and_grad`` and ``remat``
+    have to take another road there.
+    """
+    return _functorch.peek_interpreter_stack() is not None
+
+
+def is_traced() -> bool:
+    """True while ``make_fx`` is tracing the current code."""
+    return get_proxy_mode() is not None
+
+
+def is_fake(x: Tensor) -> bool:
+    """True for a tensor without values, as tracing hands them out; False for one from outside."""
+    return isinstance(x, FakeTensor)
+
+
+def storage_id(x: Tensor) -> int:
+    """Equal for tensors that live in the same buffer, for as long as that lives. Fake tensors have one too."""
+    return x.untyped_storage()._cdata
+
+
+def trace(fun: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> GraphModule:
+    """The ATen graph of ``fun`` for the shapes of ``inputs``, traced under fake tensors; marks are kept."""
+    with torch.no_grad(), fx_traceback.preserve_node_meta():
+        return make_fx(fun, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def retrace_functional(module: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
+    """The same graph without operators that write in place; marks are kept."""
+
+    def replay(*args: Tensor) -> Any:
+        return Interpreter(module).run(*args)  # sets each node's meta as the current one
+
+    return trace(torch.func.functionalize(replay, remove="mutations"), inputs)
+
+
+@contextmanager
+def marked(key: str, mark: Any) -> Iterator[None]:
+    """While traced, every node made inside carries the mark."""
+    with fx_traceback.annotate({key: mark}):
+        yield
+
+
+def mark_of(node: Node, key: str) -> Any:
+    """The mark that :func:`marked` gave a node, or None."""
+    return (node.meta.get("custom") or {}).get(key)
