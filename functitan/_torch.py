@@ -68,11 +68,36 @@ def trace(fun: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Gra
 
 def retrace_functional(module: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:
     """The same graph without operators that write in place; marks are kept."""
+    constants = {node.target: getattr(module, node.target) for node in module.graph.nodes if node.op == "get_attr"}
 
     def replay(*args: Tensor) -> Any:
-        return Interpreter(module).run(*args)  # sets each node's meta as the current one
+        # Constants are traced as inputs: functionalize cannot tell what is written to a copy of one otherwise.
+        return _Replay(module, dict(zip(constants, args[len(inputs) :]))).run(*args[: len(inputs)])
 
-    return trace(torch.func.functionalize(replay, remove="mutations"), inputs)
+    values = [x.detach() for x in constants.values()]
+    functional = trace(torch.func.functionalize(replay, remove="mutations"), [*inputs, *values])
+    places = [node for node in functional.graph.nodes if node.op == "placeholder"][len(inputs) :]
+    for node, (target, value) in zip(places, constants.items()):
+        name = f"closed_over_{target}"
+        functional.register_buffer(name, value, persistent=False)  # itself, and not its detached alias
+        with functional.graph.inserting_before(node):
+            attribute = functional.graph.get_attr(name)
+        attribute.meta = dict(node.meta)
+        node.replace_all_uses_with(attribute)
+        functional.graph.erase_node(node)
+    functional.recompile()
+    return functional
+
+
+class _Replay(Interpreter):
+    """Runs a graph with other constants; each node's meta is the current one while it runs, so that marks survive."""
+
+    def __init__(self, module: GraphModule, constants: dict[str, Any]) -> None:
+        super().__init__(module)
+        self.constants = constants
+
+    def fetch_attr(self, target: str) -> Any:
+        return self.constants[target]
 
 
 @contextmanager

@@ -83,6 +83,8 @@ def grad(fun: Callable, argnums: int | Sequence[int] = 0, has_aux: bool = False)
 
 
 def _grad_by_autograd(flat_fun: Callable, leaves: list[Tensor]) -> tuple[Tensor, Any, list[Tensor]]:
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError("grad inside torch.inference_mode(): it has no gradients; use torch.no_grad() instead")
     depth = getattr(_nesting, "depth", 0)
     outermost = depth == 0
     _nesting.depth = depth + 1
@@ -340,6 +342,8 @@ def _split_aux(name: str, result: Any) -> tuple[Any, Any]:
 
 
 def _check_argnums(name: str, indices: tuple[int, ...], n: int) -> None:
+    if len({i % n if n else i for i in indices}) != len(indices):
+        raise ValueError(f"grad({name}): argnums {indices} names an argument twice")
     for i in indices:
         if not -n <= i < n:
             raise ValueError(f"grad({name}): argnums names argument {i}, but {n} positional arguments were given")

@@ -5,6 +5,7 @@ Logical names: vocab, embed, heads, kv_heads, head_dim, mlp, layers; and batch, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 from typing import Any, Literal
@@ -18,6 +19,8 @@ from functitan.nn import RopeScaling, RotaryTable
 from functitan.transforms import constrain
 from functitan.transforms import remat as rematerialised
 from sharding_specs import Param
+
+_INT32 = 2**31 - 1
 
 
 @attrs.frozen(kw_only=True)
@@ -57,13 +60,14 @@ class LlamaConfig:
     def validate(self) -> list[str]:
         """Every problem, in plain words; empty if there is none."""
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
-        problems = [f"{name}={getattr(self, name)} must be at least 1" for name in sizes if getattr(self, name) < 1]
+        values = {name: getattr(self, name) for name in sizes}
+        problems = [f"{name}={n} must be 1 to {_INT32}" for name, n in values.items() if not 1 <= n <= _INT32]
         if not problems:
             problems += self._head_problems()
-        if self.norm_eps <= 0:
-            problems.append(f"norm_eps={self.norm_eps} must be above 0")
-        if self.rope_theta <= 1:
-            problems.append(f"rope_theta={self.rope_theta} must be above 1")
+        if not 0 < self.norm_eps < math.inf:
+            problems.append(f"norm_eps={self.norm_eps} must be a finite number above 0")
+        if not 1 < self.rope_theta < math.inf:
+            problems.append(f"rope_theta={self.rope_theta} must be a finite number above 1")
         if not 0 <= self.dropout < 1:
             problems.append(f"dropout={self.dropout} must be at least 0 and less than 1")
         if self.rope_scaling is not None:

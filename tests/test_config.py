@@ -80,7 +80,7 @@ def test_text_is_readable_and_complete():
 
 
 def test_a_rate_without_a_point_is_a_number():
-    text = dump(recipe("debug")).replace("learning_rate: 0.003", "learning_rate: 3e-4")
+    text = dump(recipe("debug")).replace("learning_rate: 0.004", "learning_rate: 3e-4")
     assert parse(text).optim.learning_rate == 3e-4
 
 
@@ -181,7 +181,7 @@ def test_s2_sequence_over_context_parallel():
         ("optim", "clip_norm", 0.0),
         ("optim", "eps", math.inf),
         ("optim", "warmup_steps", -1),
-        ("optim", "decay_steps", 281),
+        ("optim", "decay_steps", 481),
         ("mesh", "fsdp", 0),
     ],
 )
@@ -258,7 +258,7 @@ def test_c3_a_misspelt_option_is_refused_and_the_near_one_named(capsys):
         (["trian"], 'unknown command \'trian\'; did you mean "train"?'),
         (["train", "--config", "no/such.yaml"], "--config no/such.yaml: No such file or directory"),
         (["train", "small", "--config", "x.yaml"], "give the recipe small or --config x.yaml, not both"),
-        (["train", "--checkpoint.keep", "0"], "checkpoint.keep is 0; it must be 1 or more"),
+        (["train", "--checkpoint.keep", "0"], "checkpoint.keep: is 0; give 1 or more"),
         (["train", "--train.accumulation", "3"], "legal accumulation: 1, 2, 4, 8, 16"),
         (["check", "--devices", "8"], "there are 8 devices"),
         (["sample", ".", "--tokens", "0", "--temperature", "-1"], "--temperature: is -1.0; give 0 or more"),

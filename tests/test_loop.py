@@ -15,9 +15,10 @@ import functitan as ft
 from functitan import tree
 from train import checkpoint, loop
 from train import config as configs
-from train.build import build
+from train.build import build, build_schedule
 from train.cli import main
 from train.metrics import read_metrics
+from train.recipes import RECIPES, recipe
 
 TINY = [
     "debug", "--model.dim", "16", "--model.n-layers", "1", "--model.n-heads", "2", "--model.n-kv-heads", "1",
@@ -47,6 +48,7 @@ def state_of(out: Path, step: int | None = None):
 
 
 def assert_same(a, b):
+    assert tree.structure(a) == tree.structure(b)
     for (path, x), y in zip(tree.leaves_with_path(a), tree.leaves(b)):
         assert torch.equal(x, y), path
 
@@ -169,11 +171,37 @@ def test_a_non_finite_gradient_is_logged_and_changes_nothing(corpus, tmp_path, m
 
 def test_a_diverged_run_stops(corpus, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(loop, "MAX_SKIPPED_IN_A_ROW", 2)
+    make = loop.make_train_step
+
+    def hopeless(model, *rest):
+        return make(lambda params, batch, key=None: model(params, batch, key=key) * torch.inf, *rest)
+
+    monkeypatch.setattr(loop, "make_train_step", hopeless)
+    assert main(args(corpus, tmp_path / "run", "--train.steps", 9)) == 1
+    assert "the run has diverged. The same command with a lower" in capsys.readouterr().err
+
+
+def test_parameters_that_are_not_finite_are_never_saved(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
-    # A learning rate of 1e38 makes the parameters infinite in one step: every later gradient is not finite.
-    options = args(corpus, out, "--train.steps", 9, "--optim.schedule", "constant")
-    assert main([*options, "--optim.learning-rate", "1e38"]) == 1
-    assert "the run has diverged" in capsys.readouterr().err
+    options = args(corpus, out, "--checkpoint.every", 1, "--checkpoint.keep", 1, "--optim.schedule", "constant")
+    assert main([*options, "--train.steps", "2"]) == 0
+    good = state_of(out)
+    make = loop.make_train_step
+
+    def overflowing(*parts):
+        step = make(*parts)
+
+        def poisoned(state, batch):
+            state, metrics = step(state, batch)
+            return attrs.evolve(state, params=tree.map(lambda p: p * torch.inf, state.params)), metrics
+
+        return poisoned
+
+    monkeypatch.setattr(loop, "make_train_step", overflowing)
+    assert main([*options, "--train.steps", "6"]) == 1
+    error = capsys.readouterr().err
+    assert "the parameters are not finite after step 3" in error and "goes on from step 2" in error
+    assert_same(state_of(out), good)
 
 
 def test_another_model_in_the_same_folder_is_refused(corpus, whole, capsys):
@@ -181,6 +209,49 @@ def test_another_model_in_the_same_folder_is_refused(corpus, whole, capsys):
     assert main(args(corpus, whole, "--train.steps", 4, "--model.rope-theta", "77")) == 1
     assert "model.rope_theta: 500000.0 -> 77.0" in capsys.readouterr().err
     assert (whole / "config.yaml").read_text() == before
+
+
+@pytest.mark.parametrize("change", [("--optim.name", "sgd"), ("--optim.clip-norm", "None")])
+def test_a_resume_that_is_refused_changes_nothing(corpus, whole, capsys, change):
+    before = {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+    assert main([*args(corpus, whole, "--train.steps", 9), *change]) == 1
+    assert "does not fit this model and optimizer" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in whole.rglob("*") if path.is_file()}
+
+
+def test_two_runs_in_one_folder_are_refused(corpus, whole, capsys):
+    with loop.run_folder(whole):
+        assert main(args(corpus, whole, "--train.steps", 9)) == 1
+    assert "another process is training in" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_runs_of_any_length_have_a_schedule(schedule):
+    """N2 for whole configurations: also shorter than the warm-up, the rate stays within 0 and the peak."""
+    for name in RECIPES:
+        config = recipe(name)
+        for warmup in (0, 20):
+            optim = attrs.evolve(config.optim, schedule=schedule, warmup_steps=warmup)
+            for steps in (1, warmup, warmup + 1, 200):
+                rate = build_schedule(optim, max(steps, 1))
+                values = [float(rate(count)) for count in range(-1, 2 * steps + 1)]
+                assert min(values) >= 0 and max(values) <= optim.learning_rate * (1 + 1e-6), (name, warmup, steps)
+
+
+def test_a_failed_background_save_ends_the_run_soon(corpus, tmp_path, monkeypatch, capsys):
+    real = checkpoint.storage.write
+
+    def full(folder, step, tensors):
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        return real(folder, step, tensors)
+
+    monkeypatch.setattr(checkpoint.storage, "write", full)
+    out = tmp_path / "run"
+    assert main(args(corpus, out, "--train.steps", 3000, "--checkpoint.every", 2, "--train.eval-every", 0)) == 1
+    captured = capsys.readouterr()
+    assert "checkpoint of step 2" in captured.err and "No space left" in captured.err
+    assert read_metrics(out)[-1]["step"] < 1000
 
 
 def test_a_damaged_newest_checkpoint_falls_back_with_a_notice(corpus, tmp_path, capsys):
@@ -204,10 +275,16 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_notice(corpus, tmp_path, 
         (("--data.path", "/nowhere/x.txt"), 1, "/nowhere/x.txt"),
         (("--train.seq-len", "100000"), 1, "100001"),
         (("--model.vocab-size", "100"), 1, "100"),
-        (("--mesh.fsdp", "2"), 1, "fsdp=2"),
+        (("--mesh.fsdp", "2"), 2, "fsdp=2"),
         (("--train.batch-size", "5"), 2, "accumulation"),
         (("--out", "/proc/nowhere"), 1, "/proc/nowhere"),
         (("--optim.learning-rate", "-1"), 2, "learning_rate"),
+        (("--optim.weight-decay", "1e300"), 2, "weight_decay"),
+        (("--seed", "99999999999999999999"), 2, "seed"),
+        (("--checkpoint.keep", "0"), 2, "checkpoint.keep"),
+        (("--model.dim", "10000000000"), 2, "dim"),
+        (("--out", "x" * 300), 1, "File name too long"),
+        (("--out", ""), 2, "out"),
         (("--jit.passes", "melt"), 2, "melt"),
     ],
 )

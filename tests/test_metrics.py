@@ -126,6 +126,7 @@ def test_tensorboard_has_the_numbers_and_hides_steps_done_again(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert events.Tags()["scalars"] == ["loss"]
+    assert events.Tags()["tensors"] == ["mfu/text_summary"]  # "n/a", once
     assert [event.step for event in events.Scalars("loss")] == [1, 2, 3, 4, 5]
     assert events.Scalars("loss")[0].value == 5.0
 
@@ -139,9 +140,10 @@ def test_the_line():
         "tokens_per_s": 12_345.0, "mfu": None,
     }  # fmt: skip
     assert format_progress(20, 1000, values, 3723.4).split(" · ") == [
-        "step   20/1000", "loss 2.413", "held out 2.500", "lr 3.0e-04", "grad norm nan", "12.3k tokens/s", "MFU n/a",
+        "step   20/1000", "loss 2.413", "held out 2.500", "lr 3.0e-04", "grad norm nan", "12.3k tokens/s",
         "1:02:03 left",
     ]  # fmt: skip
+    assert "MFU 41.3%" in format_progress(20, 1000, values | {"mfu": 0.413}, None)
     assert format_progress(1, 9, {}, None) == "step 1/9"
 
 
@@ -168,7 +170,7 @@ def test_one_changing_line_on_a_terminal():
 
 
 def test_time_left_leaves_out_what_the_first_step_took():
-    progress = Progress(100, start=40, console=Console(file=io.StringIO()))
+    progress = Progress(100, console=Console(file=io.StringIO()))
     assert progress._seconds_left(41, now=60.0) is None
     assert progress._seconds_left(51, now=80.0) == pytest.approx(2.0 * 49)
 

@@ -42,6 +42,7 @@ def make_step(apply=model, accumulation=1):
 
 
 def assert_close(a, b, rtol=1e-6, atol=1e-7):
+    assert tree.structure(a) == tree.structure(b)
     for (path, x), y in zip(tree.leaves_with_path(a), tree.leaves(b)):
         torch.testing.assert_close(x, y, rtol=rtol, atol=atol, msg=lambda m, path=path: f"{path}: {m}")
 

@@ -59,6 +59,13 @@ def test_complex_is_refused():
         grad(lambda z: z.abs().sum())(torch.ones(2, dtype=torch.complex64))
 
 
+def test_inference_mode_and_repeated_argnums_are_refused():
+    with torch.inference_mode(), pytest.raises(RuntimeError, match="use torch.no_grad"):
+        grad(lambda x: x.sum())(torch.ones(2))
+    with pytest.raises(ValueError, match="twice"):
+        grad(lambda x, y: (x * y).sum(), argnums=(0, -2))(torch.ones(2), torch.ones(2))
+
+
 def test_value_must_be_a_scalar():
     with pytest.raises(TypeError, match=r"shape \(3,\)"):
         grad(lambda x: x * 2)(torch.ones(3))

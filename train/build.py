@@ -13,7 +13,7 @@ from functitan import optim, tree
 from models import llama
 from sharding_specs import PRESETS, SpecError
 from train.config import OptimConfig, RunConfig
-from train.errors import UserError
+from train.config_text import ConfigError
 from train.step import Model
 
 
@@ -31,13 +31,13 @@ def build(config: RunConfig, devices: int = 1) -> Parts:
     """The parts that ``config`` describes, its mesh filled up to ``devices``. Allocates nothing.
 
     Raises:
-        UserError: the mesh does not fit the devices, or the parameters do not fit the mesh.
+        ConfigError: the mesh does not fit the devices, or the parameters do not fit the mesh.
     """
     params = llama.declare(config.model)
     try:
         plan = ft.compile_specs(params, PRESETS["all"], config.mesh.spec().resolve(devices))
     except SpecError as error:
-        raise UserError("; ".join(map(str, error.problems))) from error
+        raise ConfigError([str(problem) for problem in error.problems]) from error
     schedule = build_schedule(config.optim, config.train.steps)
     return Parts(
         model=build_model(config),
@@ -64,12 +64,13 @@ def build_schedule(config: OptimConfig, steps: int) -> optim.Schedule:
     """The learning rate: a line from 0 to the peak over the warm-up, then as ``config.schedule`` says."""
     peak, warmup = config.learning_rate, config.warmup_steps
     end = peak * config.min_ratio
+    left = max(steps - warmup, 0)  # a run may end within its warm-up
     if config.schedule == "wsd":
         decay = steps // 10 if config.decay_steps is None else config.decay_steps
-        return optim.wsd_schedule(peak, steps, warmup, min(decay, steps - warmup), end_value=end)
+        return optim.wsd_schedule(peak, max(steps, warmup), warmup, min(decay, left), end_value=end)
     if config.schedule == "constant":
         return optim.warmup_constant_schedule(0.0, peak, warmup)
-    decay = steps - warmup if config.decay_steps is None else config.decay_steps
+    decay = left if config.decay_steps is None else config.decay_steps
     if config.schedule == "cosine":
         after = optim.cosine_decay_schedule(peak, decay, config.min_ratio)
     else:

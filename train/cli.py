@@ -42,6 +42,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _say("error", str(error))
         return 1
+    except OSError as error:
+        # What no code nearer to it could say more about: a disk that is full, a name that is too long.
+        where = f"{error.filename}: " if error.filename else ""
+        _say("error", f"{where}{error.strerror or error}")
+        return 1
     except KeyboardInterrupt:
         print("functitan: interrupted", file=sys.stderr)
         return 130
@@ -86,8 +91,13 @@ def _check(args: list[str]) -> int:
     from train import options
 
     parsed = options.parse_check(args)
-    options.raise_problems(parsed.job.run, parsed.devices or options.world_size(os.environ))
-    print("no problems found")
+    if parsed.devices is not None and parsed.devices < 1:
+        raise ConfigError([f"--devices: is {parsed.devices}; give 1 or more"])
+    devices = parsed.devices or options.world_size(os.environ)
+    options.raise_problems(parsed.job.run, devices)
+    size = parsed.job.run.mesh.spec().resolve(devices).size if devices else 1
+    more = f"; it needs {size} devices, and this version trains on one" if size > 1 else ""
+    print(f"no problems found{more}")
     return 0
 
 
@@ -148,6 +158,7 @@ def _sample(args: list[str]) -> int:
         for name, value, legal, good in (
             ("tokens", parsed.tokens, "1 or more", parsed.tokens >= 1),
             ("temperature", parsed.temperature, "0 or more", parsed.temperature >= 0),
+            ("seed", parsed.seed, "0 to 2**32 - 1", 0 <= parsed.seed < 2**32),
             ("top_k", parsed.top_k, "1 or more, or None", parsed.top_k is None or parsed.top_k >= 1),
         )
         if not good

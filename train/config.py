@@ -178,7 +178,7 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
         The problems; empty where there are none. Needs no device, no process group and no data.
     """
     return [
-        *_counts(config.train),
+        *_counts(config),
         *_optim(config.optim, config.train.steps),
         *_jit(config.jit),
         *config_problems(config.data),
@@ -186,14 +186,29 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
     ]
 
 
-def _counts(train: TrainConfig) -> list[str]:
+_INT32 = 2**31 - 1  # the optimizer's count, and sizes that a tensor can have
+_LARGE = 1e30  # far above any sensible rate, and far enough below the largest float32
+
+
+def _counts(config: RunConfig) -> list[str]:
     # batch_size, seq_len and accumulation are checked together with the mesh.
+    train = config.train
     lowest = {"steps": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1}
-    return [
-        f"train.{name}: is {getattr(train, name)}; give {low} or more"
+    problems = [
+        f"train.{name}: is {getattr(train, name)}; give {low} to {_INT32}"
         for name, low in lowest.items()
-        if getattr(train, name) < low
+        if not low <= getattr(train, name) <= _INT32
     ]
+    problems += [
+        f"checkpoint.{name}: is {getattr(config.checkpoint, name)}; give {low} or more"
+        for name, low in {"every": 0, "keep": 1}.items()
+        if getattr(config.checkpoint, name) < low
+    ]
+    if not 0 <= config.seed < 2**32:
+        problems.append(f"seed: is {config.seed}; give 0 to 2**32 - 1")
+    if str(config.out) in ("", "."):
+        problems.append("out: is empty; give a folder of its own, such as runs/first")
+    return problems
 
 
 def _optim(optim: OptimConfig, steps: int) -> list[str]:
@@ -201,16 +216,16 @@ def _optim(optim: OptimConfig, steps: int) -> list[str]:
     positive = ("learning_rate", "eps") if optim.clip_norm is None else ("learning_rate", "eps", "clip_norm")
     for name in positive:
         value = getattr(optim, name)
-        if not (math.isfinite(value) and value > 0):
-            problems.append(f"optim.{name}: is {value}; give a finite number above 0")
+        if not 0 < value <= _LARGE:
+            problems.append(f"optim.{name}: is {value}; give a number above 0, to {_LARGE:g}")
     for name in ("b1", "b2"):
         value = getattr(optim, name)
         if not 0 <= value < 1:
             problems.append(f"optim.{name}: is {value}; give 0 or more and less than 1")
     if not 0 <= optim.min_ratio <= 1:
         problems.append(f"optim.min_ratio: is {optim.min_ratio}; give 0 to 1")
-    if not (math.isfinite(optim.weight_decay) and optim.weight_decay >= 0):
-        problems.append(f"optim.weight_decay: is {optim.weight_decay}; give 0 or more")
+    if not 0 <= optim.weight_decay <= _LARGE:
+        problems.append(f"optim.weight_decay: is {optim.weight_decay}; give 0 to {_LARGE:g}")
     left = max(steps - optim.warmup_steps, 0)
     if optim.warmup_steps < 0:
         problems.append(f"optim.warmup_steps: is {optim.warmup_steps}; give 0 or more")

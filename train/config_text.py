@@ -52,6 +52,8 @@ def load_yaml(text: str, source: str) -> dict[str, Any]:
         where = source if mark is None else f"{source}:{mark.line + 1}"
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError([f"{where}: not valid YAML: {reason}"]) from error
+    except RecursionError as error:
+        raise ConfigError([f"{source}: nested too deeply: no configuration is"]) from error
     if not isinstance(raw, dict):
         found = "empty" if raw is None else f"a {type(raw).__name__}"
         raise ConfigError([f"{source}: is {found}; expected the fields of a configuration, such as 'seed: 0'"])

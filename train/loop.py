@@ -24,9 +24,10 @@ from train import checkpoint
 from train.build import Parts, build
 from train.checkpoint import Checkpointer
 from train.config import RunConfig
+from train.config_text import ConfigError
 from train.data import Data, Loader, build_data, eval_batches, train_batches
 from train.errors import UserError
-from train.folder import prepare_folder
+from train.folder import compare_config, run_folder, write_config
 from train.hardware import device_peak_flops, mfu
 from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss, read_metrics
 from train.options import world_size
@@ -67,33 +68,44 @@ def run(config: RunConfig) -> int:
     _check_memory(parts, device)
     data = build_data(config.data, config.train.seq_len, config.model.vocab_size)
     with contextlib.ExitStack() as stack:
-        steps = config.train.steps
-        folder = config.out / "checkpoints"
+        stack.enter_context(run_folder(config.out))
+        steps, folder = config.train.steps, config.out / "checkpoints"
         notices: list[str] = [data.summary(), f"model: {parts.plan.param_count:,} parameters on {device}"]
         found = checkpoint.latest(folder, notices.append)
-        notices += prepare_folder(config, resumes=found is not None)
+        if found is not None:
+            notices += compare_config(config)
         checkpoints = Checkpointer(folder, config.checkpoint.keep, config.checkpoint.asynchronous)
         stack.callback(checkpoints.close)
         state = _initial_state(parts, config, device) if found is None else _load(parts, found, device)
         start = int(state.step)
-        progress = stack.enter_context(Progress(steps, start))
+        writer = stack.enter_context(MetricsWriter(config.out, resume_step=start if found else None))
+        write_config(config)  # last: a run that is refused changes nothing
+        progress = stack.enter_context(Progress(steps))
         for notice in notices:
             progress.note(notice)
         if found is not None:
             progress.note(f"going on from step {start} ({found.path})")
-        writer = stack.enter_context(MetricsWriter(config.out, resume_step=start if found else None))
         this = _Run(config, parts, data, device, state, progress, writer, checkpoints)
-        stopped_by = _train(this, start) if start < steps else None
-        if start >= steps:
+        del state
+        stop = stack.enter_context(_stop_signals())
+        stopped_by = None
+        if start < steps:
+            stopped_by = _train(this, start, stop)
+            checkpoints.wait()
+        else:
             progress.note(f"all {steps} steps are done already: raise --train.steps to go on, or give another --out")
-        checkpoints.wait()
-    return _finish(this, stopped_by)
+        if stopped_by is not None:
+            name = signal.Signals(stopped_by).name
+            progress.note(f"stopped by {name} at step {int(this.state.step)}; the same command goes on from there")
+            return 128 + stopped_by
+        _finish(this)
+    return 0
 
 
 def _check_one_device(parts: Parts) -> None:
     mesh = parts.plan.mesh
     if mesh.size != 1:
-        raise UserError(f"{mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1")
+        raise ConfigError([f"{mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1"])
 
 
 def _check_memory(parts: Parts, device: torch.device) -> None:
@@ -116,8 +128,8 @@ def _load(parts: Parts, found: checkpoint.Checkpoint, device: torch.device) -> T
     return checkpoint.load(found.path, ft.abstract_state(parts.plan, parts.optimizer), device=device)
 
 
-def _train(this: _Run, start: int) -> int | None:
-    """Runs the steps from ``start`` on; returns the signal that stopped them, if one did."""
+def _train(this: _Run, start: int, stop: list[int]) -> int | None:
+    """Runs the steps from ``start`` on, until the list ``stop`` has a signal; returns that, or None at the end."""
     config, every = this.config, this.config.train
     train_step = make_train_step(this.parts.model, this.parts.optimizer, this.parts.schedule, every.accumulation)
     eval_step = make_eval_step(this.parts.model)
@@ -127,7 +139,7 @@ def _train(this: _Run, start: int) -> int | None:
         eval_step = ft.jit(eval_step, **options)
     meter = _Meter(this, start)
     batches = train_batches(this.data.train, every.batch_size, int(this.state.data["position"]))
-    with contextlib.closing(batches) as loader, _stop_signals() as stop:
+    with contextlib.closing(batches) as loader:
         for step in range(start + 1, every.steps + 1):
             batch = _to(next(loader), this.device)
             this.state, metrics = train_step(this.state, batch)
@@ -140,10 +152,27 @@ def _train(this: _Run, start: int) -> int | None:
             meter.add(step, metrics, held_out, loader, show=last or step == start + 1 or step % every.log_every == 0)
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 with meter.paused():
-                    this.checkpoints.save(step, this.state)
+                    _save(this, step)
+            this.checkpoints.check()
             if stopping:
                 return stopping[0]
     return None
+
+
+def _save(this: _Run, step: int) -> None:
+    """Saves the state, unless it has diverged: what nobody can go on from must not push out a good checkpoint."""
+    if not all(bool(torch.isfinite(p).all()) for p in tree.leaves(this.state.params)):
+        raise UserError(
+            f"the parameters are not finite after step {step}: the run has diverged. {_advice(this)}"
+        )
+    this.checkpoints.save(step, this.state)
+
+
+def _advice(this: _Run) -> str:
+    this.checkpoints.wait()
+    kept = checkpoint.latest(this.checkpoints.folder, notice=lambda text: None)
+    where = f"goes on from step {kept.step}, the last checkpoint" if kept else "starts from the beginning"
+    return f"The same command with a lower --optim.learning-rate {where}"
 
 
 def _evaluate(this: _Run, eval_step: Any) -> float | None:
@@ -174,6 +203,7 @@ class _Meter:
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """What happens inside does not count as time of a step."""
+        self.this.state.step.item()  # a GPU may still be busy with steps, whose time this is not
         before = time.perf_counter()
         yield
         self.since += time.perf_counter() - before
@@ -227,7 +257,7 @@ class _Meter:
         if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise UserError(
                 f"the gradients of the last {MAX_SKIPPED_IN_A_ROW} steps, up to step {step}, were not finite: the run "
-                "has diverged. Go on from an earlier checkpoint with a lower --optim.learning-rate, or look at the data"
+                f"has diverged. {_advice(self.this)}"
             )
 
 
@@ -249,18 +279,19 @@ def _stop_signals() -> Iterator[list[int]]:
             signal.signal(number, handler)
 
 
-def _finish(this: _Run, stopped_by: int | None) -> int:
+def _finish(this: _Run) -> None:
     """The plot, a sample, and where everything is."""
     out, step = this.config.out, int(this.state.step)
-    plot_loss(out)
     note = this.progress.note
-    if stopped_by is not None:
-        note(f"stopped by {signal.Signals(stopped_by).name} at step {step}; the same command goes on from there")
-        return 128 + stopped_by
-    held_out = [row[HELD_OUT_LOSS] for row in read_metrics(out) if HELD_OUT_LOSS in row]
-    if held_out:
+    try:
+        plot_loss(out)
+    except OSError as error:  # the run itself is done and saved
+        note(f"no plot: {error.filename or out}: {error.strerror}")
+    evaluated = [(row["step"], row[HELD_OUT_LOSS]) for row in read_metrics(out) if HELD_OUT_LOSS in row]
+    if evaluated:
+        at, loss = evaluated[-1]
         uniform = math.log(this.config.model.vocab_size)
-        note(f"held-out loss after {step} steps: {held_out[-1]:.3f} nats a token (a uniform guess: {uniform:.3f})")
+        note(f"held-out loss after {at} steps: {loss:.3f} nats a token (a uniform guess: {uniform:.3f})")
     if skipped := int(this.state.skipped):
         note(f"{skipped} of {step} steps were skipped: their gradients were not finite")
     prompt = "def "
@@ -270,7 +301,6 @@ def _finish(this: _Run, stopped_by: int | None) -> int:
     note("\n".join(["", f"a sample after {step} steps:", "", *(f"    {line}" for line in text.splitlines()), ""]))
     note(f"files of this run in {_shown(out)}: config.yaml, metrics.jsonl, loss.png, checkpoints/, tensorboard/")
     note(f"more text: functitan sample {_shown(out)} --prompt 'class '")
-    return 0
 
 
 def _shown(path: Path) -> str:

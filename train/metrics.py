@@ -1,8 +1,9 @@
 """What a run says of itself: metrics.jsonl, TensorBoard, the line on the terminal, and the plot of the loss.
 
-metrics.jsonl is one JSON object a line, each step once, rising: ``{"step": 10, "loss": 3.2, …}``. JSON has no NaN and
-no infinities; they are written as the strings "NaN", "Infinity" and "-Infinity" (as in protobuf's JSON mapping), which
-tell a diverged loss from an overflowed one and which ``float()`` reads. :func:`read_metrics` gives floats back.
+metrics.jsonl is one JSON object a line, ``{"step": 10, "loss": 3.2, …}``, with rising steps: those that are logged,
+evaluated or skipped. JSON has no NaN and no infinities; they are written as the strings "NaN", "Infinity" and
+"-Infinity" (as in protobuf's JSON mapping), which tell a diverged loss from an overflowed one and which ``float()``
+reads. :func:`read_metrics` gives floats back.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class MetricsWriter:
             self._file = self.path.open("ab", buffering=0)
         except OSError as error:
             raise UserError(f"cannot write {self.path}: {error.strerror}: give a writable folder with --out") from error
+        self._said_no_mfu = False
         self._board = _tensorboard(Path(folder) / "tensorboard", self.last_step, notices)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -84,6 +86,9 @@ class MetricsWriter:
             for name, value in row.items():
                 if name != "step" and isinstance(value, (int, float)):
                     self._board.add_scalar(name, value, step)
+                elif name == "mfu" and not self._said_no_mfu:
+                    self._board.add_text(name, format_mfu(value), step)  # "n/a", which a curve cannot show
+                    self._said_no_mfu = True
 
     def close(self) -> None:
         self._file.close()
@@ -174,19 +179,18 @@ class Progress:
 
     Args:
         total: the last step of the run.
-        start: the step it goes on from.
         console: where to; by default standard output.
     """
 
-    def __init__(self, total: int, start: int = 0, console: Console | None = None):
-        self._total, self._start = total, start
+    def __init__(self, total: int, console: Console | None = None):
+        self._total = total
         self._console = console or Console()
         self._live = Live(console=self._console, refresh_per_second=8) if self._console.is_terminal else None
         self._first: tuple[int, float] | None = None
 
     def update(self, step: int, values: Mapping[str, Any]) -> None:
         """Shows a step. Of ``values``, those that are there are shown: loss, held_out_loss, learning_rate, grad_norm,
-        tokens_per_s, mfu (a fraction; None is "n/a")."""
+        tokens_per_s, mfu (a fraction; None is left out)."""
         line = format_progress(step, self._total, values, self._seconds_left(step))
         if self._live is not None:
             self._live.update(Text(line, no_wrap=True, overflow="ellipsis"))
@@ -231,7 +235,7 @@ def format_progress(step: int, total: int, values: Mapping[str, Any], seconds_le
         ("tokens_per_s", lambda v: f"{_short(v)} tokens/s"),
     )
     parts += [show(float(values[name])) for name, show in shown if values.get(name) is not None]
-    if "mfu" in values:
+    if values.get("mfu") is not None:
         parts.append(f"MFU {format_mfu(values['mfu'])}")
     if seconds_left is not None:
         parts.append(f"{_clock(seconds_left)} left")

@@ -12,9 +12,10 @@ import functitan as ft
 from functitan import random
 from train import checkpoint
 from train import config as configs
-from train.build import build, build_model
+from train.build import build
 from train.data import Tokenizer, load_tokenizer
 from train.errors import UserError
+from train.folder import CONFIG, read_config
 from train.step import Model
 
 
@@ -41,13 +42,13 @@ def sample(
         UserError: no run or checkpoint there, or one that does not fit.
     """
     folder = Path(folder)
-    config = configs.parse(_read_config(folder), str(folder / "config.yaml"))
+    config = configs.parse(read_config(folder / CONFIG), str(folder / CONFIG))
     parts = build(config)
     params = {"params": ft.abstract_state(parts.plan, parts.optimizer).params}
     params = checkpoint.load(_checkpoint_path(folder, step), params, device=_device(), subset=True)["params"]
     tokenizer = load_tokenizer(config.data.tokenizer)
     return prompt + continuation(
-        build_model(config), params, tokenizer, prompt, config.train.seq_len, tokens, temperature, top_k, seed
+        parts.model, params, tokenizer, prompt, config.train.seq_len, tokens, temperature, top_k, seed
     )
 
 
@@ -94,13 +95,6 @@ def _make_pick(model: Model, vocab_size: int, temperature: float, top_k: int | N
         return random.categorical(key, logits / temperature)
 
     return pick
-
-
-def _read_config(folder: Path) -> str:
-    try:
-        return (folder / "config.yaml").read_text(encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot read {folder / 'config.yaml'}: {error.strerror}: give the folder of a run") from error
 
 
 def _checkpoint_path(folder: Path, step: int | None) -> Path:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from functitan._torch import DATA_DEPENDENT, retrace_functional, trace
-from functitan.compiler.graphs import ops
+from functitan.compiler.graphs import is_op, ops
 from functitan.compiler.guards import CaptureError, NoReads, NoSideEffects, refusal_of
 
 __all__ = ["CaptureError", "capture", "is_capturing"]
@@ -51,7 +51,7 @@ def capture(
     Returns:
         A functional graph (no operator changes anything in place) with one placeholder for each input.
         ``node.meta["val"]`` holds each result as a fake tensor; nodes that a remat computes again carry the mark
-        ``remat``.
+        ``remat``. ``module.meta["needs_grad"]`` says whether a tensor that it closes over requires grad.
 
     Raises:
         CaptureError: the function reads a traced value, changes a tensor that it did not make, or draws from the
@@ -68,7 +68,7 @@ def capture(
             module = trace(guarded, example)
         except DATA_DEPENDENT as error:
             raise refusal_of(name, error) from None
-        if any(node.target._schema.is_mutable for node in ops(module.graph) if hasattr(node.target, "_schema")):
+        if any(is_op(node) and node.target._schema.is_mutable for node in ops(module.graph)):
             # The user changed an intermediate result in place. There is no autograd left in the graph, so it can be
             # replayed through functionalize, which torch.autograd.grad could not.
             module = retrace_functional(module, example)
@@ -78,8 +78,10 @@ def capture(
 
 def _own_constants(module: GraphModule) -> None:
     """Copies the tensors that the function closed over: what happens to them later must not reach the graph."""
+    module.meta["needs_grad"] = False
     for target in {node.target for node in module.graph.nodes if node.op == "get_attr"}:
         constant = getattr(module, target)
         if isinstance(constant, Tensor):
+            module.meta["needs_grad"] |= constant.requires_grad
             delattr(module, target)
             module.register_buffer(target, constant.detach().clone(), persistent=False)

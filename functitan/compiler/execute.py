@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import linecache
 import operator
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -45,7 +46,9 @@ def compile_graph(module: GraphModule) -> tuple[Callable[[list[Tensor]], list[An
     linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     namespace = dict(constants)
     exec(compile(source, filename, "exec"), namespace)
-    return namespace["run"], source
+    run = namespace["run"]
+    weakref.finalize(run, linecache.cache.pop, filename, None)
+    return run, source
 
 
 def _call(node: Node, constants: dict[str, Any]) -> str:

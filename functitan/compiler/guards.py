@@ -52,6 +52,9 @@ _LIBRARIES = tuple(
 ) + (os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,)
 
 
+_SET_DATA = torch.Tensor.data.__set__
+
+
 class CaptureError(TypeError):
     """The function does something that a captured graph cannot hold."""
 
@@ -98,6 +101,8 @@ class NoReads(TorchFunctionMode):
         what = _READS.get(getattr(func, "__name__", ""))
         if what is not None and args and isinstance(args[0], Tensor) and is_fake(args[0]):
             raise refusal(self.name, what, _READ_ADVICE)
+        if func == _SET_DATA and args and is_fake(args[0]):
+            raise refusal(self.name, "sets .data of a traced value", "a step function is pure. Return the new value")
         if func is torch.tensor and args and not isinstance(args[0], Tensor) and _holds_traced(args[0]):
             raise refusal(
                 self.name, "makes a tensor from traced values with torch.tensor", "use torch.stack, which is traced"
@@ -118,6 +123,7 @@ class NoSideEffects(TorchDispatchMode):
         super().__init__()
         self.name = name
         self.inputs = {storage_id(x) for x in inputs}
+        self.outside: set[int] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -130,6 +136,7 @@ class NoSideEffects(TorchDispatchMode):
         if func._schema.is_mutable:
             self._check_targets(func, args, kwargs)
         out = func(*args, **kwargs)
+        self._note_views_of_outside(func, args, out)
         first = out[0] if isinstance(out, (tuple, list)) and out else out
         if isinstance(first, Tensor) and any(not isinstance(size, int) for size in first.shape):
             raise refusal(
@@ -138,6 +145,14 @@ class NoSideEffects(TorchDispatchMode):
                 "every shape must follow from the shapes of the arguments. Use torch.where or a mask",
             )
         return out
+
+    def _note_views_of_outside(self, func, args, out) -> None:
+        source = args[0] if args else None
+        if not isinstance(source, Tensor) or (is_fake(source) and storage_id(source) not in self.outside):
+            return
+        if any(result.alias_info is not None for result in func._schema.returns):
+            parts = out if isinstance(out, (list, tuple)) else (out,)
+            self.outside |= {storage_id(x) for x in parts if isinstance(x, Tensor)}
 
     def _check_targets(self, func, args, kwargs) -> None:
         for i, argument in enumerate(func._schema.arguments):
@@ -148,7 +163,7 @@ class NoSideEffects(TorchDispatchMode):
                 if not isinstance(x, Tensor):
                     continue
                 is_input = storage_id(x) in self.inputs
-                if is_input or not is_fake(x):
+                if is_input or not is_fake(x) or storage_id(x) in self.outside:
                     what = "an argument" if is_input else "a tensor from outside the function"
                     raise refusal(
                         self.name,

@@ -54,6 +54,8 @@ class Captured:
         reason: why it was captured: ``first call``, or what differs from the capture before.
         seconds: what capturing and compiling took.
         donated: which of the traced inputs may be overwritten.
+        needs_grad: a tensor that the function closes over requires grad: where gradients are on, the graph, which has
+            none to give, is not run.
     """
 
     graph: GraphModule
@@ -61,6 +63,7 @@ class Captured:
     reason: str
     seconds: float
     donated: tuple[int, ...]
+    needs_grad: bool
     run: Callable[[list[Tensor]], list[Any]] = attrs.field(repr=False)
     pack: Callable[[list[Any]], Any] = attrs.field(repr=False)
 
@@ -139,6 +142,9 @@ class JitFunction:
         if captured is None:
             captured = self._capture(arguments, leaves, treedef, key)
             self._remember(key, captured)
+        if captured.needs_grad and torch.is_grad_enabled():
+            self._warn_of_gradients()
+            return self.fun(*args, **kwargs)
         inputs = [x for x in leaves if isinstance(x, Tensor)]
         del leaves
         if captured.donated:
@@ -158,7 +164,8 @@ class JitFunction:
         if self.donate and not self._warned:
             self._warned = True
             log.warning(
-                "%s runs as the plain function and donates nothing: an argument requires grad. Pass detached tensors, "
+                "%s runs as the plain function and donates nothing: an argument, or a tensor that it closes over, "
+                "requires grad. Pass detached tensors, "
                 "and take gradients inside with value_and_grad", self.name,
             )  # fmt: skip
 
@@ -194,6 +201,7 @@ class JitFunction:
 
         inputs = [leaves[i] for i in traced]
         graph = capture(flat_fun, inputs, self.name)
+        needs_grad = graph.meta["needs_grad"]
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
         donated = tuple(n for n, i in enumerate(traced) if self._is_donated(paths[i]))
         passes.run_passes(graph.graph, donated, self.passes)
@@ -203,7 +211,8 @@ class JitFunction:
             run, source = compile_graph(graph)
         out_def, statics = result[0]
         seconds = time.perf_counter() - started
-        captured = Captured(graph, source, reason, seconds, donated, run, _packer(out_def, statics))
+        pack = _packer(out_def, statics)
+        captured = Captured(graph, source, reason, seconds, donated, needs_grad, run, pack)
         level = logging.INFO if not self._cache else logging.WARNING
         log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, reason)
         if len(self._cache) + 1 == _MANY_CAPTURES:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from functitan._torch import is_traced
+from functitan._torch import inside_transform, is_traced
 
 Region = Sequence[tuple[int, int]]
 """A rectangular slice of a global array: ``(start, size)`` for every dim."""
@@ -31,6 +31,12 @@ _PARITY = 0x1BD11BDA
 # Elsewhere the block only bounds the memory of the temporaries, about 6 times its own.
 _CPU_BLOCK = 1 << 15
 _DEVICE_BLOCK = 1 << 24
+
+
+def as_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The same bits as another integer type of the same size."""
+    # torch 2.11 has no batching rule for view(dtype); between integers of one size a cast keeps the bits, in a copy.
+    return x.to(dtype) if inside_transform() else x.view(dtype)
 
 
 def threefry2x32(key0: Tensor, key1: Tensor, x0: Tensor | int, x1: Tensor) -> tuple[Tensor, Tensor]:
@@ -67,7 +73,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
                 f"random.key: seed must be an integer scalar, got {seed.dtype} of shape {tuple(seed.shape)}"
             )
         low = _low32(seed).to(device)
-        return torch.stack([torch.zeros_like(low), low]).view(torch.uint32)
+        return as_dtype(torch.stack([torch.zeros_like(low), low]), torch.uint32)
     try:
         seed = operator.index(seed)
     except TypeError:
@@ -87,7 +93,7 @@ def split(key: Tensor, num: int | Sequence[int] = 2) -> Tensor:
     key0, key1 = (word.reshape(word.shape + (1,) * len(shape)) for word in words.unbind(-1))
     x0, x1 = _counters([(0, n) for n in shape], shape, words.device)
     out = torch.stack(threefry2x32(key0, key1, x0, x1), dim=-1)
-    return out.view(torch.uint32)
+    return as_dtype(out, torch.uint32)
 
 
 def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
@@ -119,7 +125,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if any(1 != m != n != 1 for m, n in zip(reversed(batch), reversed(sizes))):
         raise ValueError(f"random.fold_in: data of shape {sizes} and keys of shape {batch} do not broadcast together")
     out = torch.stack(threefry2x32(words[..., 0], words[..., 1], torch.zeros_like(data), data), dim=-1)
-    return out.view(torch.uint32)
+    return as_dtype(out, torch.uint32)
 
 
 def bits(
@@ -152,8 +158,8 @@ def words64(x0: Tensor, x1: Tensor) -> Tensor:
 _WORDS_TO_BITS: dict[torch.dtype, Callable[[Tensor, Tensor], Tensor]] = {
     torch.uint8: lambda x0, x1: (x0 ^ x1).to(torch.uint8),
     torch.uint16: lambda x0, x1: (x0 ^ x1).to(torch.uint16),
-    torch.uint32: lambda x0, x1: (x0 ^ x1).view(torch.uint32),
-    torch.uint64: lambda x0, x1: words64(x0, x1).view(torch.uint64),
+    torch.uint32: lambda x0, x1: as_dtype(x0 ^ x1, torch.uint32),
+    torch.uint64: lambda x0, x1: as_dtype(words64(x0, x1), torch.uint64),
 }
 
 
@@ -267,7 +273,7 @@ def _key_words(name: str, key: Tensor, *, batched: bool = False) -> Tensor:
         raise TypeError(f"{wanted}, got shape {shape}; make one with functitan.random.key(seed)")
     if len(shape) > 1 and not batched:
         raise TypeError(f"{wanted}, got a batch of keys of shape {shape}; map over it with torch.func.vmap")
-    return key.view(torch.int32)
+    return as_dtype(key, torch.int32)
 
 
 def check_shape(name: str, shape: Sequence[int], *, what: str = "shape") -> tuple[int, ...]:

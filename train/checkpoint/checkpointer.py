@@ -25,22 +25,14 @@ _log = logging.getLogger("train.checkpoint")
 _NAME = re.compile(r"step-(?P<step>\d+)(?:\.(?P<kind>tmp|old)-[0-9a-f]+)?")
 
 
-def _at_least(minimum: int) -> Callable:
-    def check(_: Any, field: attrs.Attribute, value: int) -> None:
-        if value < minimum:
-            raise UserError(f"checkpoint.{field.name} is {value}; it must be {minimum} or more")
-
-    return check
-
-
 @attrs.frozen
 class CheckpointConfig:
     """When checkpoints are written, and how many are kept."""
 
-    every: int = attrs.field(default=500, validator=_at_least(0))
+    every: int = 500
     """Steps from one checkpoint to the next. One more is written at the end of the run; 0 writes only that one."""
 
-    keep: int = attrs.field(default=3, validator=_at_least(1))
+    keep: int = 3
     """How many checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     asynchronous: bool = True
@@ -106,6 +98,11 @@ class Checkpointer:
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def check(self) -> None:
+        """Raises the error of an asynchronous save that has failed meanwhile; does not wait for one under way."""
+        if self._error is not None:
+            self.wait()
 
     def close(self) -> None:
         """As :meth:`wait`; the end of the checkpointer's use."""

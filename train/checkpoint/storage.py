@@ -92,7 +92,7 @@ def inspect(path: Path) -> Metadata:
         raw = json.loads((path / _METADATA).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise Damaged(f"{_METADATA} is missing") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"{_METADATA} is no JSON ({error})") from error
     version = raw.get("format") if isinstance(raw, dict) else None
     if isinstance(version, int) and version != FORMAT:
@@ -104,6 +104,8 @@ def inspect(path: Path) -> Metadata:
         metadata = cattrs.structure(raw, Metadata)
     except (cattrs.BaseValidationError, TypeError) as error:
         raise Damaged(f"{_METADATA} lacks some of its fields") from error
+    if path.name.startswith("step-") and "." not in path.name and path.name != f"step-{metadata.step:08d}":
+        raise Damaged(f"the folder's name is {path.name}, and {_METADATA} says step {metadata.step}")
     for name, expected in metadata.files.items():
         try:
             size = (path / name).stat().st_size

@@ -6,9 +6,11 @@ JAX where that is installed (grain looks for its profiler; no JAX device is touc
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -27,8 +29,7 @@ class Loader:
     def __init__(self, read: Callable[[int], Batch], count: int, prefetch: int, position: int = 0, stride: int = 1):
         """Iterates over `read(0) .. read(count - 1)`; each moves `position` by `stride`. An exception of `read` is
         raised by the `next` that would have returned its batch; the loader is closed then."""
-        import grain
-
+        grain = _grain()
         # One thread: packing is numpy on memory, which more threads would only hold up at the interpreter's lock.
         options = grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch)
         self._batches = iter(grain.MapDataset.range(count).map(read).to_iter_dataset(options))
@@ -115,12 +116,23 @@ def sample_order(n: int, shuffle: bool, seed: int) -> Callable[[int], int]:
         return lambda index: index % n
     if n >= 2**32:
         raise DataError(f"{n} samples, and a shuffle can have 2**32: set --data.no-shuffle or a longer sequence")
-    import grain
-
+    grain = _grain()
     # grain adds the epoch to the seed: unmixed, seed 1 would start with the second epoch of seed 0. Its own mixing,
     # `.seed(seed)`, depends on the shape of the pipeline, and with it would the order that a run resumes in.
     mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     return grain.MapDataset.range(n).shuffle(seed=mixed).repeat().__getitem__
+
+
+def _grain() -> Any:
+    """grain, without its warning that JAX, whose profiler it would use, is not installed."""
+    log = logging.getLogger("absl")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        import grain
+    finally:
+        log.setLevel(level)
+    return grain
 
 
 def _check_rows(batch_size: int, rows: range | None) -> range:

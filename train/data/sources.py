@@ -121,7 +121,7 @@ def _read_jsonl(source: Source, text_field: str, utf8: bool) -> Iterator[tuple[s
             place = f"{source.path}:{number}"
             try:
                 record = json.loads(line)
-            except ValueError as error:  # JSONDecodeError, or bytes that are no UTF-8
+            except (ValueError, RecursionError) as error:  # JSONDecodeError, no UTF-8, or nested too deeply
                 raise DataError(f"{place}: invalid JSON: {error}; each line must be one whole JSON object") from error
             if not isinstance(record, dict):
                 raise DataError(

@@ -76,7 +76,10 @@ class HFTokenizer:
     def encode_documents(self, texts: Sequence[bytes]) -> list[np.ndarray]:
         """Ids [n] of each text (UTF-8), without begin or end of document; in parallel over the texts."""
         pieces = [list(_pieces(text.decode())) for text in texts]
-        encodings = iter(self.inner.encode_batch_fast([p for ps in pieces for p in ps], add_special_tokens=False))
+        try:
+            encodings = iter(self.inner.encode_batch_fast([p for ps in pieces for p in ps], add_special_tokens=False))
+        except Exception as error:  # tokenizers raises bare Exception: a vocabulary without its unknown token, say
+            raise DataError(f"the tokenizer cannot encode this text: {error}; use another tokenizer.json") from error
         return [np.concatenate([np.asarray(next(encodings).ids, np.uint32) for _ in ps]) for ps in pieces]
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -143,7 +146,7 @@ def _end_token(path: Path, vocab: dict[str, int]) -> str | None:
                 f"{beside} cannot be read as a JSON object: {error}; fetch it again, or remove it"
             ) from error
         token = token.get("content") if isinstance(token, dict) else token
-        if token in vocab:
+        if isinstance(token, str) and token in vocab:
             return token
     return next((name for name in _END_NAMES if name in vocab), None)
 
