@@ -44,13 +44,17 @@ class Figures:
 
     Attributes:
         seconds: of a step, one figure a round.
-        peak_bytes: the state, and what a step adds to the process's resident memory at its peak.
+        peak_bytes: the state, and what a step adds to the process's resident memory at its peak; None where the system
+            does not tell.
+        resident_bytes: what the process has grown by since before the variant was made, after all steps: state,
+            kept buffers, compiled code. None as above.
         start_seconds: from nothing to the end of the first step (capture, compilation).
         loss: after all steps; equal among variants that compute the same thing.
     """
 
     seconds: list[float]
-    peak_bytes: int
+    peak_bytes: int | None
+    resident_bytes: int | None
     start_seconds: float
     loss: float
 
@@ -90,18 +94,23 @@ def measure(
             (ready if kind == "ok" else failed)[name] = answer
         seconds: dict[str, list[float]] = {name: [] for name in ready}
         losses: dict[str, float] = {}
+        names = list(ready)
         for i in range(rounds):
-            for name in ready:
+            # Each round starts with another variant, so that none always runs in the wake of the same one.
+            for name in names[i % len(names) :] + names[: i % len(names)]:
                 progress(f"round {i + 1} of {rounds}: {name}")
                 taken, losses[name] = _ask(name, workers[name], ("run", steps), timeout)
                 seconds[name].append(taken)
         # Last, because giving heap back to the system slows the steps that follow.
-        peaks = {name: _ask(name, workers[name], ("peak", None), timeout) for name in ready}
-    return {name: Figures(seconds[name], peaks[name], ready[name], losses[name]) for name in ready}, failed
+        memory = {name: _ask(name, workers[name], ("memory", None), timeout) for name in ready}
+    return {name: Figures(seconds[name], *memory[name], ready[name], losses[name]) for name in ready}, failed
 
 
 def _ask(name: str, connection: Connection, command: tuple[str, Any], timeout: float) -> Any:
-    connection.send(command)
+    try:
+        connection.send(command)
+    except OSError as error:
+        raise UserError(f"{name} ended while it was measured (out of memory?)") from error
     kind, answer = _receive(name, connection, timeout)
     if kind == "error":
         raise UserError(f"{name} failed while it was measured: {answer}")
@@ -140,6 +149,9 @@ def _receive(name: str, connection: Connection, timeout: float) -> tuple[str, An
 
 def _serve(connection: Connection, make: Callable[[], Work]) -> None:
     work: Work | None = None
+    import torch  # noqa: F401 (so that it is not counted as memory of a variant)
+
+    before = psutil.Process().memory_info().rss
     while True:
         command, argument = connection.recv()
         if command == "stop":
@@ -151,9 +163,10 @@ def _serve(connection: Connection, make: Callable[[], Work]) -> None:
                 work.step()
                 answer: Any = time.perf_counter() - started
                 work.step()  # the second step may still set things up
-            elif command == "peak":
-                answer = _peak(work)
+            elif command == "memory":
+                answer = _peak(work), psutil.Process().memory_info().rss - before
             else:
+                work.step()  # not timed: caches and threads are another variant's until then
                 started = time.perf_counter()
                 for _ in range(argument):
                     loss = work.step()
@@ -165,12 +178,15 @@ def _serve(connection: Connection, make: Callable[[], Work]) -> None:
             connection.send(("error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"))
 
 
-def _peak(work: Work) -> int:
+def _peak(work: Work) -> int | None:
     """Resident memory that a step needs at its peak, above what the process holds between steps, and the state's."""
     peaks = []
     for _ in range(3):
         _trim()
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here (proc(5))
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here (proc(5))
+        except OSError:
+            return None  # not Linux, or not allowed
         before = psutil.Process().memory_info().rss
         work.step()
         peaks.append(_high_water() - before)
@@ -187,7 +203,5 @@ def _trim() -> None:
 
 
 def _high_water() -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("VmHWM:"):
-            return int(line.split()[1]) * 1024
-    raise UserError("/proc/self/status has no VmHWM: peak memory can be measured on Linux only")
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

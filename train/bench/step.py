@@ -23,6 +23,10 @@ from train.bench.variants import VARIANTS, Setting
 from train.config_text import ConfigError, near
 from train.recipes import recipe
 
+NOTES = """Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a step
+adds. grown: the process's resident memory after all steps, above that before the variant was made. start: capture and
+compilation, to the end of the first step. All compute the same step (loss: after all of them): causal attention
+without document masks, clipping, AdamW. module+compile compiles forward and backward; its AdamW is the fused one."""
 BASE = "module"
 """What the others are compared with."""
 
@@ -91,7 +95,7 @@ def _print(console: Console, options: StepBench, figures: dict[str, Figures], fa
     table = Table()
     table.add_column("variant", no_wrap=True)
     spread, over = "(min, max)", f"over {BASE}"
-    for title in ("ms a step", spread, over, spread, "peak MiB", over, "start s", "loss"):
+    for title in ("ms a step", spread, over, spread, "peak MiB", over, "grown MiB", "start s", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, f in figures.items():
         ratios = f.ratios(base) if base else None
@@ -99,8 +103,9 @@ def _print(console: Console, options: StepBench, figures: dict[str, Figures], fa
             name,
             *_spread([1e3 * s for s in f.seconds], ".1f"),
             *(_spread(ratios, ".2f") if ratios else ("n/a", "")),
-            f"{f.peak_bytes / MIB:,.0f}",
-            f"{f.peak_bytes / base.peak_bytes:.2f}" if base else "n/a",
+            _mib(f.peak_bytes),
+            f"{f.peak_bytes / base.peak_bytes:.2f}" if base and base.peak_bytes and f.peak_bytes else "n/a",
+            _mib(f.resident_bytes),
             f"{f.start_seconds:.1f}",
             f"{f.loss:.4f}",
         )
@@ -108,10 +113,7 @@ def _print(console: Console, options: StepBench, figures: dict[str, Figures], fa
     if {"jit+inductor", "module+compile"} <= figures.keys():
         ratios = figures["jit+inductor"].ratios(figures["module+compile"])
         console.print("jit+inductor over module+compile: {} {}".format(*_spread(ratios, ".2f")))
-    console.print(
-        "Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a\n"
-        "step adds to it. start: capture and compilation, to the end of the first step. loss: after all steps."
-    )
+    console.print(NOTES)
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
 
@@ -131,6 +133,10 @@ def _as_data(options: StepBench, figures: dict[str, Figures], failed: dict[str, 
 def _spread(values: Sequence[float], spec: str) -> tuple[str, str]:
     """The median, and the range in brackets."""
     return format(statistics.median(values), spec), f"({min(values):{spec}}, {max(values):{spec}})"
+
+
+def _mib(count: int | None) -> str:
+    return "n/a" if count is None else f"{count / MIB:,.0f}"
 
 
 def _cpu() -> str:
