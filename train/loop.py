@@ -21,6 +21,7 @@ from functitan import random, tree
 from functitan.state import TrainState
 from models.llama import flops_per_token
 from train import checkpoint
+from train.allocator import keep_freed_memory
 from train.build import Parts, build
 from train.checkpoint import Checkpointer
 from train.config import RunConfig
@@ -63,6 +64,8 @@ def run(config: RunConfig) -> int:
         UserError: the run cannot start or go on; one line says why. What was saved stays whole.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        keep_freed_memory()
     parts = build(config, world_size(os.environ) or 1)
     _check_one_device(parts)
     _check_memory(parts, device)

@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import psutil
 
+from train.allocator import keep_freed_memory
 from train.errors import UserError
 
 MIB = 2**20
@@ -151,6 +152,7 @@ def _serve(connection: Connection, make: Callable[[], Work]) -> None:
     work: Work | None = None
     import torch  # noqa: F401 (so that it is not counted as memory of a variant)
 
+    keep_freed_memory()  # as functitan train does; for every variant alike, or page faults are what is compared
     before = psutil.Process().memory_info().rss
     while True:
         command, argument = connection.recv()

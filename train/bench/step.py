@@ -26,7 +26,8 @@ from train.recipes import recipe
 NOTES = """Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a step
 adds. grown: the process's resident memory after all steps, above that before the variant was made. start: capture and
 compilation, to the end of the first step. All compute the same step (loss: after all of them): causal attention
-without document masks, clipping, AdamW. module+compile compiles forward and backward; its AdamW is the fused one."""
+without document masks, clipping, AdamW. module+compile compiles forward and backward; its AdamW is the fused one. The C
+library keeps freed memory (train/allocator.py) in all of them."""
 BASE = "module"
 """What the others are compared with."""
 
@@ -59,7 +60,7 @@ def main(args: Sequence[str]) -> int:
     setting = Setting(model, options.batch_size, options.seq_len)
     console = Console()
     if not console.is_terminal:
-        console = Console(width=120)  # a table in a log or a file is not cut
+        console = Console(width=128)  # a table in a log or a file is not cut
     with console.status("starting") as status:
         figures, failed = measure(
             {name: functools.partial(VARIANTS[name], setting) for name in names},
@@ -92,10 +93,10 @@ def _print(console: Console, options: StepBench, figures: dict[str, Figures], fa
         highlight=False,
     )
     base = figures.get(BASE)
-    table = Table()
+    table = Table(padding=(0, 0))
     table.add_column("variant", no_wrap=True)
     spread, over = "(min, max)", f"over {BASE}"
-    for title in ("ms a step", spread, over, spread, "peak MiB", over, "grown MiB", "start s", "loss"):
+    for title in ("ms/step", spread, over, spread, "peak MiB", over, "grown MiB", "start s", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, f in figures.items():
         ratios = f.ratios(base) if base else None
