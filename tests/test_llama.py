@@ -75,14 +75,14 @@ def test_problems_are_reported_together_in_plain_words():
     assert cfg.validate() == [
         "n_kv_heads=4 must divide n_heads=6; legal: 1, 2, 3, 6",
         "dim=100 is not divisible by n_heads=6; change one, or give head_dim",
-        "norm_eps=0.0 must be above 0",
-        "rope_theta=0.5 must be above 1",
+        "norm_eps=0.0 must be a finite number above 0",
+        "rope_theta=0.5 must be a finite number above 1",
         "dropout=1.5 must be at least 0 and less than 1",
         "rope scaling: factor=0.1 must be at least 1",
     ]
     with pytest.raises(ValueError, match="cannot be built:\n  - n_kv_heads=4.*\n  - dim=100"):
         llama.declare(cfg)
-    assert LlamaConfig(n_layers=0).validate() == ["n_layers=0 must be at least 1"]
+    assert LlamaConfig(n_layers=0).validate() == ["n_layers=0 must be 1 to 2147483647"]
     assert LlamaConfig(dim=18, n_heads=6).validate() == [
         "head_dim=3 (dim=18 // n_heads=6) must be even: rotary embedding pairs channels"
     ]

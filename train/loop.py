@@ -82,7 +82,8 @@ def run(config: RunConfig) -> int:
         state = _initial_state(parts, config, device) if found is None else _load(parts, found, device)
         start = int(state.step)
         writer = stack.enter_context(MetricsWriter(config.out, resume_step=start if found else None))
-        write_config(config)  # last: a run that is refused changes nothing
+        if start < steps:
+            write_config(config)  # only now: a run that is refused, or has nothing to do, changes nothing
         progress = stack.enter_context(Progress(steps))
         for notice in notices:
             progress.note(notice)
