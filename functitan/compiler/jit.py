@@ -84,7 +84,8 @@ def jit(
             capture. Tensors that ``fun`` closes over are copied into the graph.
         plan: the layouts of the arguments. This version runs plans of one device, and reads nothing else from it.
         donate: names of arguments whose memory the results may reuse. Neither their tensors nor views of them can be
-            used afterwards, also where the run fails. Of a donated view the buffer is copied; nothing is donated where the plain function runs.
+            used afterwards, also where the run fails. Of a donated view the buffer is copied; nothing is donated where
+            the plain function runs.
         passes: names of the graph passes to run, see ``functitan.compiler.passes``. With Inductor those that leave a
             functional graph are run before it.
         inductor: compile the graph with TorchInductor (needs a C++ compiler on a CPU).
