@@ -90,6 +90,13 @@ def problems_of(text):
     return list(caught.value.problems)
 
 
+def test_a_part_that_is_no_mapping():
+    assert problems_of("model: foo\noptim:\n") == [
+        "run.yaml:1: model: must be a mapping of its fields, or left out",
+        "run.yaml:2: optim: must be a mapping of its fields, or left out",
+    ]
+
+
 def test_every_mistake_in_a_file_is_reported_with_its_line():
     text = textwrap.dedent("""\
         version: 1

@@ -62,7 +62,7 @@ def test_launch_refuses_what_cannot_run_anywhere(capsys):
 def test_part_of_an_allocation_and_no_more():
     assert option(launch_command([], SLURM, nnodes=2), "--nnodes") == "2"
     assert launch_command([], SLURM, nnodes=1).startswith("torchrun --standalone")
-    with pytest.raises(UserError, match="--nnodes is 4 but the Slurm allocation has 3: give 1 to 3"):
+    with pytest.raises(UserError, match="--nnodes: is 4, but the Slurm allocation has 3; give 1 to 3"):
         launch_command([], SLURM, nnodes=4)
 
 

@@ -6,6 +6,7 @@ Knows nothing of the fields: :mod:`train.config` says what a configuration is.
 from __future__ import annotations
 
 import difflib
+import re
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -195,6 +196,9 @@ def _problems(error: Exception, path: FieldPath) -> Iterable[tuple[FieldPath, st
             yield (*path, str(key)), f"unknown field{near(str(key), known)}"
     elif isinstance(error, KeyError):
         yield path, "missing, and it has no default: add it"
+    elif re.search(r"has no attribute 'keys'|is not iterable", str(error)):
+        # cattrs looks for the fields of what is no mapping: Python's own words, which say nothing to a reader.
+        yield path, "must be a mapping of its fields, or left out"
     else:
         yield path, " ".join(str(error).split())
 

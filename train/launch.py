@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Mapping, Sequence
 
+from train.config_text import ConfigError
 from train.errors import UserError
 
 
@@ -57,11 +58,11 @@ def job_size(env: Mapping[str, str], nnodes: int | None, nproc: int | None) -> t
     nodes = nnodes if nnodes is not None else allocated or 1
     processes = nproc if nproc is not None else _slurm_gpus(env)
     if nodes < 1:
-        raise UserError(f"--nnodes is {nodes}: give 1 or more")
+        raise ConfigError([f"--nnodes: is {nodes}; give 1 or more"])
     if allocated is not None and nodes > allocated:
-        raise UserError(f"--nnodes is {nodes} but the Slurm allocation has {allocated}: give 1 to {allocated}")
+        raise ConfigError([f"--nnodes: is {nodes}, but the Slurm allocation has {allocated}; give 1 to {allocated}"])
     if processes is not None and processes < 1:
-        raise UserError(f"--nproc is {processes}: give 1 or more")
+        raise ConfigError([f"--nproc: is {processes}; give 1 or more"])
     return nodes, processes
 
 

@@ -58,6 +58,11 @@ def config_problems(config: DataConfig) -> list[str]:
     problems = []
     if config.format not in FORMATS:
         problems.append(f"data.format: is {config.format!r}, give {', '.join(FORMATS[:-1])} or {FORMATS[-1]}")
+    problems += [
+        f"data.{name}: has an empty name, give files or globs"
+        for name in ("path", "eval_path")
+        if any(not path.strip() for path in getattr(config, name))
+    ]
     if not 0 <= config.held_out < 1:
         problems.append(f"data.held_out: is {config.held_out}, give a share of 0 or more and less than 1")
     if not 0 <= config.seed < 2**32:
