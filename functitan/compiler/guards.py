@@ -123,7 +123,8 @@ class NoSideEffects(TorchDispatchMode):
         super().__init__()
         self.name = name
         self.inputs = {storage_id(x) for x in inputs}
-        self.outside: set[int] = set()
+        # With the tensors themselves: the number of a buffer that is gone may be given to another.
+        self.outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -152,7 +153,7 @@ class NoSideEffects(TorchDispatchMode):
             return
         if any(result.alias_info is not None for result in func._schema.returns):
             parts = out if isinstance(out, (list, tuple)) else (out,)
-            self.outside |= {storage_id(x) for x in parts if isinstance(x, Tensor)}
+            self.outside |= {storage_id(x): x for x in parts if isinstance(x, Tensor)}
 
     def _check_targets(self, func, args, kwargs) -> None:
         for i, argument in enumerate(func._schema.arguments):
