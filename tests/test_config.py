@@ -336,7 +336,8 @@ def test_help_documents_every_field_and_every_recipe(capsys):
     for name, kind in configured_classes(RunConfig):
         for field in attrs.fields(kind):
             if field.name != "version" and not attrs.has(field.type):
-                assert f"--{name}{field.name.replace('_', '-')}" in said or field.name == "rope_scaling"
+                option = "rope-scaling.factor" if field.name == "rope_scaling" else field.name.replace("_", "-")
+                assert f"--{name}{option}" in said
 
 
 def configured_classes(kind, prefix=""):

@@ -42,6 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         _say("error", str(error))
         return 1
+    except BrokenPipeError:
+        # Whoever read the output has stopped, as `head` does. Python would try to flush the rest at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + 13
     except OSError as error:
         # What no code nearer to it could say more about: a disk that is full, a name that is too long.
         where = f"{error.filename}: " if error.filename else ""

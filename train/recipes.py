@@ -13,10 +13,14 @@ from pathlib import Path
 import attrs
 from attrs import frozen
 
+from functitan.nn import RopeScaling
 from models.llama import SIZES
 from train.checkpoint import CheckpointConfig
 from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
 from train.config_text import ConfigError, near
+
+NOT_SCALED = RopeScaling(factor=1.0)
+"""The same as none, but with fields that options can change."""
 
 
 @frozen
@@ -41,7 +45,7 @@ def debug() -> RunConfig:
     """Seconds to minutes on a CPU: bytes of the standard library's source text."""
     return RunConfig(
         # Byte tokens are 257 ids; rounded up, so that tensor parallelism divides them.
-        model=attrs.evolve(SIZES["debug"], vocab_size=264),
+        model=attrs.evolve(SIZES["debug"], vocab_size=264, rope_scaling=NOT_SCALED),
         train=TrainConfig(steps=500, batch_size=16, seq_len=256, eval_every=100, eval_batches=8, log_every=10),
         optim=OptimConfig(learning_rate=4e-3, schedule="cosine", warmup_steps=20, min_ratio=0.05),
         checkpoint=CheckpointConfig(every=100),
@@ -53,7 +57,7 @@ def small() -> RunConfig:
     """160M parameters on one GPU. Learning rate, betas and clipping of Pythia-160M (arXiv:2304.01373, table 6), and
     20 tokens a parameter (Hoffmann et al., arXiv:2203.15556)."""
     return RunConfig(
-        model=SIZES["160M"],
+        model=attrs.evolve(SIZES["160M"], rope_scaling=NOT_SCALED),
         train=TrainConfig(
             steps=12_000, batch_size=128, seq_len=2048, accumulation=8, eval_every=500, eval_batches=16,
             precision="bfloat16",

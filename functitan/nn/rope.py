@@ -15,7 +15,7 @@ class RopeScaling:
     """How Llama 3.1 stretches its rotary frequencies from the context it was pretrained on to a longer one."""
 
     factor: float = 8.0
-    """How much wavelengths beyond the original context are stretched: 8 in Llama 3.1, 32 in Llama 3.2 1B and 3B."""
+    """How much wavelengths beyond the original context are stretched: 8 in Llama 3.1, 32 in 3.2; 1: not at all."""
     low_freq_factor: float = 1.0
     """Wavelengths longer than original_context / low_freq_factor are stretched by the whole factor."""
     high_freq_factor: float = 4.0
@@ -62,7 +62,7 @@ def rotary_frequencies(
         raise ValueError(f"rotary: head_dim={head_dim} must be even: channels are rotated in pairs")
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
     frequencies = 1.0 / theta**exponents
-    if scaling is None:
+    if scaling is None or scaling.factor == 1:
         return frequencies
     # `apply_scaling` of Meta's llama-models, without its Python branches on values.
     turns = scaling.original_context * frequencies / (2 * math.pi)
