@@ -62,6 +62,8 @@ class LlamaConfig:
         sizes = ("vocab_size", "dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim")
         values = {name: getattr(self, name) for name in sizes}
         problems = [f"{name}={n} must be 1 to {_INT32}" for name, n in values.items() if not 1 <= n <= _INT32]
+        if self.head_dim is not None and not 1 <= self.head_dim <= _INT32:
+            problems.append(f"head_dim={self.head_dim} must be 1 to {_INT32}, or None")
         if not problems:
             problems += self._head_problems()
         if not 0 < self.norm_eps < math.inf:

@@ -108,8 +108,10 @@ def test_changing_a_closed_over_tensor_is_refused_and_does_not_happen():
         with pytest.raises(CaptureError, match="changes a tensor from outside the function in place"):
             jit(change)(torch.zeros(3))
         assert total.eq(0).all()
-    with pytest.raises(CaptureError, match=r"sets \.data"):
-        jit(lambda x: (setattr(x, "data", x * 2), x)[1])(torch.ones(2))
+    for target in (lambda x: x, lambda x: total):
+        with pytest.raises(CaptureError, match=r"sets \.data"):
+            jit(lambda x, target=target: (setattr(target(x), "data", x * 2), x)[1])(torch.ones(2))
+    assert total.tolist() == [0, 0, 0]
 
 
 @pytest.mark.parametrize("write", [1.0, "x"])
@@ -179,6 +181,8 @@ def test_static_floats_are_told_apart_to_the_bit():
     step(x, float("nan"))
     step(x, float("nan"))
     assert len(step.captures) == 3
+    single = jit(lambda x, s: torch.copysign(x, float(s)))
+    assert single(x, np.float32(0.0)) > 0 > single(x, np.float32(-0.0))
 
 
 def test_disable_jit_is_of_one_thread():
@@ -213,6 +217,30 @@ def test_microbatches_do_not_keep_their_gradients():
         run_passes(module.graph, range(n_state), ("cse", "fold", "order"))
         peaks.append(peak_of_graph(module))
     assert peaks[1] <= peaks[0], peaks
+
+
+@pytest.mark.parametrize("options", BACKENDS, ids=["graph", "inductor"])
+@pytest.mark.parametrize("make", [
+    lambda: torch.arange(24.0).view(3, 8)[:, :4], lambda: torch.ones(1).expand(3), lambda: torch.ones(4)[::2],
+    lambda: torch.arange(6.0).view(2, 3).t(), lambda: torch.arange(24.0).view(2, 3, 4)[1],
+])  # fmt: skip
+def test_donated_views_of_every_layout(make, options):
+    assert torch.equal(jit(lambda s: s * 2 + 1, donate=("s",), **options)(make()), make() * 2 + 1)
+
+
+def test_memory_shared_through_numpy_is_seen():
+    array = np.zeros(4, np.float32)
+    with pytest.raises(ValueError, match="cannot donate s: y lives in the same memory"):
+        jit(lambda s, y: (s + 1, y * 1), donate=("s",))(torch.from_numpy(array), torch.from_numpy(array[2:]))
+    assert (array == 0).all()
+
+
+def test_donating_what_requires_grad_without_gradients():
+    weight = torch.ones(3, requires_grad=True)
+    state = {"a": torch.ones(3), "b": weight * 2, "c": weight}
+    with torch.no_grad():
+        new = jit(lambda s: tree.map(lambda x: x + 1, s), donate=("s",))(state)
+    assert new["b"].tolist() == [3, 3, 3] and new["c"].tolist() == [2, 2, 2]
 
 
 def test_state_survives_many_donated_steps():

@@ -181,6 +181,25 @@ def test_a_diverged_run_stops(corpus, tmp_path, monkeypatch, capsys):
     assert "the run has diverged. The same command with a lower" in capsys.readouterr().err
 
 
+def test_nothing_is_saved_while_steps_change_nothing(corpus, tmp_path, monkeypatch, capsys):
+    """A state from which only skipped steps follow must not push the good ones out."""
+    out = tmp_path / "run"
+    options = args(corpus, out, "--checkpoint.every", 1, "--checkpoint.keep", 2, "--train.log-every", 3)
+    assert main([*options, "--train.steps", "2"]) == 0
+    good = state_of(out)
+    make = loop.make_train_step
+
+    def hopeless(model, *rest):
+        return make(lambda params, batch, key=None: model(params, batch, key=key) * torch.inf, *rest)
+
+    monkeypatch.setattr(loop, "make_train_step", hopeless)
+    assert main([*options, "--train.steps", "9"]) == 0
+    assert "step 9: not saved, since the last 7 steps changed nothing" in capsys.readouterr().out
+    newest = checkpoint.latest(out / "checkpoints")
+    assert newest.step == 3  # one skipped step is a hiccup
+    assert_same(state_of(out).params, good.params)
+
+
 def test_parameters_that_are_not_finite_are_never_saved(corpus, tmp_path, monkeypatch, capsys):
     out = tmp_path / "run"
     options = args(corpus, out, "--checkpoint.every", 1, "--checkpoint.keep", 1, "--optim.schedule", "constant")
@@ -280,6 +299,8 @@ def test_a_damaged_newest_checkpoint_falls_back_with_a_notice(corpus, tmp_path, 
         (("--out", "/proc/nowhere"), 1, "/proc/nowhere"),
         (("--optim.learning-rate", "-1"), 2, "learning_rate"),
         (("--optim.weight-decay", "1e300"), 2, "weight_decay"),
+        (("--train.batch-size", "2147483648"), 2, "train.batch_size"),
+        (("--optim.warmup-steps", "99999999999999999999"), 2, "optim.warmup_steps"),
         (("--seed", "99999999999999999999"), 2, "seed"),
         (("--checkpoint.keep", "0"), 2, "checkpoint.keep"),
         (("--model.dim", "10000000000"), 2, "dim"),

@@ -199,6 +199,11 @@ def _counts(config: RunConfig) -> list[str]:
         for name, low in lowest.items()
         if not low <= getattr(train, name) <= _INT32
     ]
+    large = {
+        "train.batch_size": config.train.batch_size, "train.seq_len": config.train.seq_len,
+        "train.accumulation": config.train.accumulation, "optim.warmup_steps": config.optim.warmup_steps,
+    }  # fmt: skip
+    problems += [f"{name}: is {n}; give at most {_INT32}" for name, n in large.items() if n > _INT32]
     problems += [
         f"checkpoint.{name}: is {getattr(config.checkpoint, name)}; give {low} or more"
         for name, low in {"every": 0, "keep": 1}.items()

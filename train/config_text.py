@@ -53,6 +53,8 @@ def load_yaml(text: str, source: str) -> dict[str, Any]:
         where = source if mark is None else f"{source}:{mark.line + 1}"
         reason = getattr(error, "problem", None) or " ".join(str(error).split())
         raise ConfigError([f"{where}: not valid YAML: {reason}"]) from error
+    except ValueError as error:  # a scalar that looks like a date, and is none
+        raise ConfigError([f"{source}: not valid YAML: {error}"]) from error
     except RecursionError as error:
         raise ConfigError([f"{source}: nested too deeply: no configuration is"]) from error
     if not isinstance(raw, dict):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import os
 import signal
@@ -63,12 +64,14 @@ def run(config: RunConfig) -> int:
     Raises:
         UserError: the run cannot start or go on; one line says why. What was saved stays whole.
     """
+    # A failed save is raised, and told once by whoever called; the checkpointer's own log would tell it again.
+    logging.getLogger("train.checkpoint").addHandler(logging.NullHandler())
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         keep_freed_memory()
     parts = build(config, world_size(os.environ) or 1)
     _check_one_device(parts)
-    _check_memory(parts, device)
+    _check_memory(parts, config, device)
     data = build_data(config.data, config.train.seq_len, config.model.vocab_size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_folder(config.out))
@@ -100,7 +103,7 @@ def run(config: RunConfig) -> int:
             progress.note(f"all {steps} steps are done already: raise --train.steps to go on, or give another --out")
         if stopped_by is not None:
             name = signal.Signals(stopped_by).name
-            progress.note(f"stopped by {name} at step {int(this.state.step)}; the same command goes on from there")
+            progress.note(f"stopped by {name} at step {int(this.state.step)}; the same command goes on")
             return 128 + stopped_by
         _finish(this)
     return 0
@@ -112,15 +115,16 @@ def _check_one_device(parts: Parts) -> None:
         raise ConfigError([f"{mesh} needs {mesh.size} devices, and this version trains on one: leave --mesh.* at 1"])
 
 
-def _check_memory(parts: Parts, device: torch.device) -> None:
+def _check_memory(parts: Parts, config: RunConfig, device: torch.device) -> None:
     """Refuses a model whose state and gradients alone are larger than the free memory, before anything is allocated."""
     state = ft.abstract_state(parts.plan, parts.optimizer)
     needed = sum(x.numel() * x.element_size() for x in tree.leaves(state)) + parts.plan.param_bytes
+    needed += 4 * 8 * config.train.batch_size * config.train.seq_len  # the four int64 arrays of one batch
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise UserError(
-            f"parameters, gradients and optimizer state of this model take {needed / 1e9:.1f} GB, and {device} has "
-            f"{free / 1e9:.1f} GB free, activations aside: take a smaller model (see functitan train --help)"
+            f"parameters, gradients, optimizer state and one batch take {needed / 1e9:.1f} GB, and {device} has "
+            f"{free / 1e9:.1f} GB free, activations aside: take a smaller model (see functitan train --help) or batch"
         )
 
 
@@ -156,15 +160,18 @@ def _train(this: _Run, start: int, stop: list[int]) -> int | None:
             meter.add(step, metrics, held_out, loader, show=last or step == start + 1 or step % every.log_every == 0)
             if last or (config.checkpoint.every and step % config.checkpoint.every == 0):
                 with meter.paused():
-                    _save(this, step)
+                    _save(this, step, meter.streak())
             this.checkpoints.check()
             if stopping:
                 return stopping[0]
     return None
 
 
-def _save(this: _Run, step: int) -> None:
+def _save(this: _Run, step: int, skipped_in_a_row: int) -> None:
     """Saves the state, unless it has diverged: what nobody can go on from must not push out a good checkpoint."""
+    if skipped_in_a_row > 1:
+        this.progress.note(f"step {step}: not saved, since the last {skipped_in_a_row} steps changed nothing")
+        return
     if not all(bool(torch.isfinite(p).all()) for p in tree.leaves(this.state.params)):
         raise UserError(
             f"the parameters are not finite after step {step}: the run has diverged. {_advice(this)}"
@@ -228,6 +235,15 @@ class _Meter:
             if at == step or row["skipped"]:
                 self.this.writer.write(at, row)
         self.pending.clear()
+
+    def streak(self) -> int:
+        """How many steps, up to the last one, were skipped in a row."""
+        count = 0
+        for _, values in reversed(self.pending):
+            if not int(values["skipped"]):
+                return count
+            count += 1
+        return count + self.skipped_in_a_row
 
     def _first(self, loader: Loader) -> dict[str, None]:
         """The first step waits for the data and for the capture, so that its time says nothing."""

@@ -290,7 +290,7 @@ def _rows(path: Path) -> list[dict[str, Any]]:
         try:
             row = json.loads(line)
             step = row["step"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f"{path}:{number}: no line of metrics: mend it or move the file away") from error
         if not isinstance(step, int) or (rows and step <= rows[-1]["step"]):
             raise UserError(f"{path}:{number}: step {step!r} is not above the last: mend it or move the file away")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _checkpoint_path(folder: Path, step: int | None) -> Path:
     checkpoints = folder / "checkpoints"
     if step is not None:
         return checkpoint.path_of(checkpoints, step)
-    found = checkpoint.latest(checkpoints)
+    found = checkpoint.latest(checkpoints, lambda text: print(f"functitan: {text}", file=sys.stderr))
     if found is None:
         raise UserError(f"no checkpoint in {checkpoints}: train first, to the first checkpoint or the end")
     return found.path

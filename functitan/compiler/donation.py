@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
-
-from functitan._torch import storage_id
 
 
 class DonatedError(RuntimeError):
@@ -34,7 +31,6 @@ def take(x: Tensor) -> Tensor:
     """
     whole = x.untyped_storage().nbytes() == x.numel() * x.element_size()
     mine = x.detach() if whole else x.detach().clone(memory_format=torch.preserve_format)
-    x.requires_grad_(False)
     x.data = _empty(x.dtype, x.device)
     x.__class__ = DonatedTensor
     return mine
@@ -45,18 +41,41 @@ def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)
 
 
+def is_dense(x: Tensor) -> bool:
+    """Whether each element has a place of its own and none is left free between them: only then can it be donated."""
+    dims = [(stride, size) for stride, size in zip(x.stride(), x.shape) if size != 1]
+    expected = 1
+    for stride, size in sorted(dims):
+        if stride != expected:
+            return x.numel() == 0
+        expected *= size
+    return True
+
+
 def are_distinct(inputs: Sequence[Tensor], donated: Collection[int]) -> bool:
     """Whether no donated tensor shares its memory with another of the inputs."""
-    count = Counter(storage_id(x) for x in inputs if x.numel())
-    return all(count[storage_id(inputs[i])] <= 1 for i in donated)
+    ranges = sorted((*_range(x), i in donated) for i, x in enumerate(inputs) if x.numel())
+    reach, reached_by_donated = -1, False
+    for start, end, is_donated in ranges:
+        if start < reach and (is_donated or reached_by_donated):
+            return False
+        if end >= reach:
+            reach, reached_by_donated = end, is_donated
+    return True
 
 
 def shared_pair(pairs: Sequence[tuple[str, Tensor]], is_donated: Callable[[str], bool]) -> tuple[str, str]:
-    """The paths of the first donated tensor that shares its memory, and of the one that it shares it with."""
-    groups: dict[int, list[str]] = {}
-    for path, x in pairs:
-        if x.numel():
-            groups.setdefault(storage_id(x), []).append(path)
-    group = next(g for g in groups.values() if len(g) > 1 and any(map(is_donated, g)))
-    one = next(filter(is_donated, group))
-    return one, next(path for path in group if path is not one)
+    """The paths of a donated tensor that shares its memory, and of the one that it shares it with."""
+    spans = [(path, *_range(x)) for path, x in pairs if x.numel()]
+    return next(
+        (one, other)
+        for one, start, end in spans
+        for other, other_start, other_end in spans
+        if one != other and is_donated(one) and start < other_end and other_start < end
+    )
+
+
+def _range(x: Tensor) -> tuple[int, int]:
+    """The addresses of the whole buffer: two storages may stand on one piece of memory, as arrays of numpy do."""
+    storage = x.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()

@@ -101,8 +101,8 @@ class NoReads(TorchFunctionMode):
         what = _READS.get(getattr(func, "__name__", ""))
         if what is not None and args and isinstance(args[0], Tensor) and is_fake(args[0]):
             raise refusal(self.name, what, _READ_ADVICE)
-        if func == _SET_DATA and args and is_fake(args[0]):
-            raise refusal(self.name, "sets .data of a traced value", "a step function is pure. Return the new value")
+        if func == _SET_DATA:
+            raise refusal(self.name, "sets .data of a tensor", "a step function is pure. Return the new value")
         if func is torch.tensor and args and not isinstance(args[0], Tensor) and _holds_traced(args[0]):
             raise refusal(
                 self.name, "makes a tensor from traced values with torch.tensor", "use torch.stack, which is traced"
@@ -151,7 +151,7 @@ class NoSideEffects(TorchDispatchMode):
         source = args[0] if args else None
         if not isinstance(source, Tensor) or (is_fake(source) and storage_id(source) not in self.outside):
             return
-        if any(result.alias_info is not None for result in func._schema.returns):
+        if not func._schema.is_mutable and any(r.alias_info is not None for r in func._schema.returns):
             parts = out if isinstance(out, (list, tuple)) else (out,)
             self.outside |= {storage_id(x): x for x in parts if isinstance(x, Tensor)}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -84,8 +85,8 @@ def jit(
             capture. Tensors that ``fun`` closes over are copied into the graph.
         plan: the layouts of the arguments. This version runs plans of one device, and reads nothing else from it.
         donate: names of arguments whose memory the results may reuse. Neither their tensors nor views of them can be
-            used afterwards, also where the run fails. Of a donated view the buffer is copied; nothing is donated where
-            the plain function runs.
+            used afterwards, also where the run fails. Of a donated view the buffer is copied; a tensor with gaps or
+            repeated elements is not donated, and nothing is where the plain function runs.
         passes: names of the graph passes to run, see ``functitan.compiler.passes``. With Inductor those that leave a
             functional graph are run before it.
         inductor: compile the graph with TorchInductor (needs a C++ compiler on a CPU).
@@ -204,7 +205,9 @@ class JitFunction:
         graph = capture(flat_fun, inputs, self.name)
         needs_grad = graph.meta["needs_grad"]
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
-        donated = tuple(n for n, i in enumerate(traced) if self._is_donated(paths[i]))
+        donated = tuple(
+            n for n, i in enumerate(traced) if self._is_donated(paths[i]) and donation.is_dense(leaves[i])
+        )
         passes.run_passes(graph.graph, donated, self.passes)
         if self.inductor:
             run, source = inductor_pass.compile_graph(graph, inputs, donated)
@@ -284,8 +287,8 @@ def _settings() -> tuple[Any, ...]:
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, Tensor):
         return x.dtype, x.shape, x.stride(), x.device, type(x)
-    if isinstance(x, float):
-        return float, x.hex()  # tells 0.0 from -0.0, and a NaN equals itself
+    if isinstance(x, numbers.Number) and not isinstance(x, int):
+        return type(x), repr(x)  # tells 0.0 from -0.0, and a NaN equals itself
     try:
         hash(x)
     except TypeError as error:
@@ -300,7 +303,8 @@ def _describe(leaf_key: tuple) -> str:
     if isinstance(leaf_key[0], torch.dtype):
         dtype, shape, stride, device, _ = leaf_key
         return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}"
-    return str(float.fromhex(leaf_key[1])) if leaf_key[0] is float else repr(leaf_key[1])
+    kind, value = leaf_key
+    return value if issubclass(kind, numbers.Number) and isinstance(value, str) else repr(value)
 
 
 def _packer(out_def: tree.TreeDef, statics: list[Any]) -> Callable[[list[Any]], Any]:
