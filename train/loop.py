@@ -314,13 +314,23 @@ def _finish(this: _Run) -> None:
         note(f"held-out loss after {at} steps: {loss:.3f} nats a token (a uniform guess: {uniform:.3f})")
     if skipped := int(this.state.skipped):
         note(f"{skipped} of {step} steps were skipped: their gradients were not finite")
-    prompt = "def "
+    prompt = _prompt(this)
     text = prompt + continuation(
         this.parts.model, this.state.params, this.data.tokenizer, prompt, this.config.train.seq_len, tokens=300
     )
-    note("\n".join(["", f"a sample after {step} steps:", "", *(f"    {line}" for line in text.splitlines()), ""]))
+    # A young model writes any byte: none of them is to reach the terminal as a command.
+    text = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text)
+    note("\n".join(["", f"a sample after {step} steps:", "", *(f"    {line}" for line in text.split("\n")), ""]))
     note(f"files of this run in {_shown(out)}: config.yaml, metrics.jsonl, loss.png, checkpoints/, tensorboard/")
     note(f"more text: functitan sample {_shown(out)} --prompt 'class '")
+
+
+def _prompt(this: _Run) -> str:
+    """The beginning of a text such as the model was trained on."""
+    if not this.config.data.path:
+        return "import sys\n\ndef "
+    sample = (this.data.held_out if len(this.data.held_out) else this.data.train)[0]
+    return this.data.tokenizer.decode(sample["tokens"][:16].tolist())
 
 
 def _shown(path: Path) -> str:
