@@ -15,6 +15,7 @@ from train.config import RunConfig
 from train.errors import UserError
 
 CONFIG = "config.yaml"
+CHECKPOINTS = "checkpoints"
 LOCK = ".lock"
 
 

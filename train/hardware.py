@@ -67,6 +67,13 @@ def peak_flops(device_name: str, dtype: str = "bfloat16") -> float | None:
     return None
 
 
+def default_device() -> Any:
+    """The ``torch.device`` that runs use: the GPU where there is one."""
+    import torch  # here, so that a table lookup does not load torch
+
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def device_peak_flops(device: Any, dtype: str = "bfloat16") -> float | None:
     """:func:`peak_flops` of a ``torch.device`` (or its name, "cuda:0"); None for a CPU."""
     import torch  # here, so that a table lookup does not load torch

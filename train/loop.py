@@ -29,8 +29,8 @@ from train.config import RunConfig
 from train.config_text import ConfigError
 from train.data import Data, Loader, build_data, eval_batches, train_batches
 from train.errors import UserError
-from train.folder import compare_config, run_folder, write_config
-from train.hardware import device_peak_flops, mfu
+from train.folder import CHECKPOINTS, compare_config, run_folder, write_config
+from train.hardware import default_device, device_peak_flops, mfu
 from train.metrics import HELD_OUT_LOSS, LOSS, MetricsWriter, Progress, memory, plot_loss, read_metrics
 from train.options import world_size
 from train.sample import continuation
@@ -38,6 +38,10 @@ from train.step import make_eval_step, make_train_step
 
 MAX_SKIPPED_IN_A_ROW = 50
 """After so many steps with non-finite gradients, one after the other, a run has diverged and stops."""
+
+
+# A failed save is raised, and told once by whoever called run(); the checkpointer's own log would tell it again.
+logging.getLogger("train.checkpoint").addHandler(logging.NullHandler())
 
 
 @attrs.define(eq=False)
@@ -64,9 +68,7 @@ def run(config: RunConfig) -> int:
     Raises:
         UserError: the run cannot start or go on; one line says why. What was saved stays whole.
     """
-    # A failed save is raised, and told once by whoever called; the checkpointer's own log would tell it again.
-    logging.getLogger("train.checkpoint").addHandler(logging.NullHandler())
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = default_device()
     if device.type == "cpu":
         keep_freed_memory()
     parts = build(config, world_size(os.environ) or 1)
@@ -75,7 +77,7 @@ def run(config: RunConfig) -> int:
     data = build_data(config.data, config.train.seq_len, config.model.vocab_size)
     with contextlib.ExitStack() as stack:
         stack.enter_context(run_folder(config.out))
-        steps, folder = config.train.steps, config.out / "checkpoints"
+        steps, folder = config.train.steps, config.out / CHECKPOINTS
         notices: list[str] = [data.summary(), f"model: {parts.plan.param_count:,} parameters on {device}"]
         found = checkpoint.latest(folder, notices.append)
         if found is not None:

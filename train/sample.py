@@ -16,7 +16,8 @@ from train import config as configs
 from train.build import build
 from train.data import Tokenizer, load_tokenizer
 from train.errors import UserError
-from train.folder import CONFIG, read_config
+from train.folder import CHECKPOINTS, CONFIG, read_config
+from train.hardware import default_device
 from train.step import Model
 
 
@@ -46,7 +47,7 @@ def sample(
     config = configs.parse(read_config(folder / CONFIG), str(folder / CONFIG))
     parts = build(config)
     params = {"params": ft.abstract_state(parts.plan, parts.optimizer).params}
-    params = checkpoint.load(_checkpoint_path(folder, step), params, device=_device(), subset=True)["params"]
+    params = checkpoint.load(_checkpoint_path(folder, step), params, device=default_device(), subset=True)["params"]
     tokenizer = load_tokenizer(config.data.tokenizer)
     return prompt + continuation(
         parts.model, params, tokenizer, prompt, config.train.seq_len, tokens, temperature, top_k, seed
@@ -99,14 +100,10 @@ def _make_pick(model: Model, vocab_size: int, temperature: float, top_k: int | N
 
 
 def _checkpoint_path(folder: Path, step: int | None) -> Path:
-    checkpoints = folder / "checkpoints"
+    checkpoints = folder / CHECKPOINTS
     if step is not None:
         return checkpoint.path_of(checkpoints, step)
     found = checkpoint.latest(checkpoints, lambda text: print(f"functitan: {text}", file=sys.stderr))
     if found is None:
         raise UserError(f"no checkpoint in {checkpoints}: train first, to the first checkpoint or the end")
     return found.path
-
-
-def _device() -> torch.device:
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

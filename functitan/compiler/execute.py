@@ -30,11 +30,11 @@ def compile_graph(module: GraphModule) -> tuple[Callable[[list[Tensor]], list[An
     if names:
         lines.append(f"    {', '.join(names)}, = inputs")
     lines.append("    inputs.clear()")
-    if unused := [name for name in names if name in last_uses.get(None, ())]:
+    if unused := last_uses.get(None):
         lines.append(f"    del {', '.join(unused)}")
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            constants[node.name] = _attribute(module, node.target)
+            constants[node.name] = getattr(module, node.target)
         elif node.op == "call_function":
             lines.append(f"    {node.name} = {_call(node, constants)}{_comment(node)}")
             if dead := last_uses.get(node, ()):
@@ -74,10 +74,10 @@ def _text(argument: Any, constants: dict[str, Any]) -> str:
         return "[" + ", ".join(_text(a, constants) for a in argument) + "]"
     if argument is None or type(argument) in (bool, int, str) or (type(argument) is float and argument - argument == 0):
         return repr(argument)
-    name = f"const_{type(argument).__name__}_{len(constants)}"
     for known, value in constants.items():
         if value is argument:
             return known
+    name = f"const_{type(argument).__name__}_{len(constants)}"
     constants[name] = argument
     return name
 
@@ -107,7 +107,3 @@ def _last_uses(module: GraphModule) -> dict[Node | None, list[str]]:
                 if node.op != "output" and source.op != "get_attr":
                     dead.setdefault(node, []).append(source.name)
     return dead
-
-
-def _attribute(module: GraphModule, target: str) -> Any:
-    return operator.attrgetter(target)(module)

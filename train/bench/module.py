@@ -59,9 +59,9 @@ class Llama(nn.Module):
         self.unembed = nn.Linear(cfg.dim, cfg.vocab_size, bias=False)
         if cfg.tied_embeddings:
             self.unembed.weight = self.embed.weight
-        angles = _angles(cfg, seq_len)
-        self.register_buffer("cos", torch.cat([angles.cos()] * 2, dim=-1))
-        self.register_buffer("sin", torch.cat([angles.sin()] * 2, dim=-1))
+        table = angles(cfg, seq_len)
+        self.register_buffer("cos", torch.cat([table.cos()] * 2, dim=-1))
+        self.register_buffer("sin", torch.cat([table.sin()] * 2, dim=-1))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -96,7 +96,7 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
 
 
-def _angles(cfg: LlamaConfig, seq_len: int) -> Tensor:
-    """[seq, head_dim / 2]."""
+def angles(cfg: LlamaConfig, seq_len: int) -> Tensor:
+    """The rotary embedding's angles [seq, head_dim / 2]."""
     frequencies = rotary_frequencies(cfg.resolved_head_dim, cfg.rope_theta, cfg.rope_scaling)
     return torch.outer(torch.arange(seq_len, dtype=torch.float32), frequencies)

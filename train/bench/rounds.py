@@ -48,14 +48,14 @@ class Figures:
         peak_bytes: the state, and what a step adds to the process's resident memory at its peak; None where the system
             does not tell.
         resident_bytes: what the process has grown by since before the variant was made, after all steps: state,
-            kept buffers, compiled code. None as above.
+            kept buffers, compiled code.
         start_seconds: from nothing to the end of the first step (capture, compilation).
         loss: after all steps; equal among variants that compute the same thing.
     """
 
     seconds: list[float]
     peak_bytes: int | None
-    resident_bytes: int | None
+    resident_bytes: int
     start_seconds: float
     loss: float
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 import functitan as ft
 from functitan import optim, random, tree
-from functitan.nn.rope import rotary_frequencies
 from models import llama
+from train.bench.module import angles, from_params
 from train.bench.rounds import Work
 from train.errors import UserError
 from train.step import make_train_step
@@ -78,7 +78,7 @@ def make_jax(setting: Setting) -> Work:
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY, mask=mask)
     )
-    step = jax_llama.make_step(setting.model, _angles(setting).numpy(), optimizer)
+    step = jax_llama.make_step(setting.model, angles(setting.model, setting.seq_len).numpy(), optimizer)
     values = jax_llama.as_jax(params)
     state = [values, optimizer.init(values)]
     tokens, labels = jax_llama.as_jax((tokens, labels))
@@ -131,8 +131,6 @@ def _work(step: Callable, state: ft.TrainState, batch: dict[str, Tensor]) -> Wor
 
 
 def _module(setting: Setting, compiled: Callable) -> Work:
-    from train.bench.module import from_params
-
     params, tokens, labels = _start(setting)
     model = from_params(params, setting.model, setting.seq_len)
     del params
@@ -164,12 +162,6 @@ def _start(setting: Setting) -> tuple[Any, Tensor, Tensor]:
     shape = (setting.batch_size, setting.seq_len + 1)
     text = random.randint(random.key(setting.seed + 1), shape, 0, setting.model.vocab_size).to(torch.int64)
     return params, text[:, :-1].contiguous(), text[:, 1:].contiguous()
-
-
-def _angles(setting: Setting) -> Tensor:
-    cfg = setting.model
-    frequencies = rotary_frequencies(cfg.resolved_head_dim, cfg.rope_theta, cfg.rope_scaling)
-    return torch.outer(torch.arange(setting.seq_len, dtype=torch.float32), frequencies)
 
 
 def _bytes(values: Any) -> int:

@@ -6,6 +6,7 @@ it. The operators called are the ``out=`` overloads of the same kernels, so the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Hashable
 
 import torch
@@ -71,15 +72,19 @@ def _fits(source: Node, node: Node) -> bool:
 
 
 def _out_overload(node: Node) -> OpOverload | None:
+    return _out_variant(node.target) if is_op(node) and value(node) is not None else None
+
+
+@functools.cache
+def _out_variant(op: OpOverload) -> OpOverload | None:
     """The overload of an elementwise operator that differs from it by an ``out`` argument alone."""
-    if not is_op(node) or torch.Tag.pointwise not in node.target.tags or value(node) is None:
+    if torch.Tag.pointwise not in op.tags or op._schema.is_mutable:
         return None
-    if node.target._schema.is_mutable or any(r.alias_info is not None for r in node.target._schema.returns):
+    if any(result.alias_info is not None for result in op._schema.returns):
         return None
-    wanted = [(a.name, str(a.type)) for a in node.target._schema.arguments]
-    packet = node.target.overloadpacket
-    for name in packet.overloads():
-        overload = getattr(packet, name)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments]
+    for name in op.overloadpacket.overloads():
+        overload = getattr(op.overloadpacket, name)
         arguments = overload._schema.arguments
         plain = [(a.name, str(a.type)) for a in arguments if not a.is_out]
         if plain == wanted and len(arguments) == len(plain) + 1 and arguments[-1].name == "out":
