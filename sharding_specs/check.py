@@ -83,15 +83,15 @@ def check_leaves(
     params = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Param)]
     mesh_problems = mesh.problems(devices)
     sound = mesh.resolve(devices) if devices is not None and not mesh_problems else _known_sizes(mesh)
-    layouts = [(path, param, _spec(param, rules, sound)) for path, param in params]
+    layouts = [(path, param, _spec(param.names, rules, sound)) for path, param in params]
     return [
         *mesh_problems,
         *_idle_axes(layouts, rules, sound, activations),
-        *_rules(rules, sound),
+        *_rules(rules, mesh),
         *_unused_rules(params, rules, activations),
         *_leaves(leaves),
         *_missing_rules(params, rules),
-        *_layouts(layouts, sound),
+        *_layouts(layouts, rules, sound),
         *(_batch(batch, rules, sound) if batch is not None else ()),
     ]
 
@@ -101,8 +101,9 @@ def _known_sizes(mesh: MeshSpec) -> MeshSpec:
     return MeshSpec(**{axis: max(size, 1) for axis, size in mesh.items()})
 
 
-def _spec(param: Param, rules: Rules, mesh: MeshSpec) -> P:
-    return rules.spec([name if name in rules else None for name in param.names], mesh)
+def _spec(names: Iterable[str | None], rules: Rules, mesh: MeshSpec) -> P:
+    """The layout where a name without a rule, reported elsewhere, splits nothing."""
+    return rules.spec([name if name in rules else None for name in names], mesh)
 
 
 def _idle_axes(layouts: list, rules: Rules, mesh: MeshSpec, activations: Collection[str]) -> list[Problem]:
@@ -135,8 +136,9 @@ def _rules(rules: Rules, mesh: MeshSpec) -> list[Problem]:
             message = f"axis {axis!r} is named {axes.count(axis)} times in {axes}"
             problems.append(Problem(path, message, hint="name it once"))
         present = [axis for axis in dict.fromkeys(axes) if axis in mesh]
-        ordered = tuple(axis for axis in mesh if axis in present)
-        if tuple(present) != ordered:
+        split = tuple(axis for axis in present if mesh[axis] != 1)
+        ordered = tuple(axis for axis in mesh if axis in split)
+        if split != ordered:
             message = f"axes {axes} are not in the order of the mesh ({', '.join(mesh)})"
             problems.append(
                 Problem(path, message, "order", (str(ordered),), "change the rule, or the order of the mesh's axes")
@@ -200,13 +202,17 @@ def _missing_rules(params: list, rules: Rules) -> list[Problem]:
     ]
 
 
-def _layouts(layouts: list[tuple[str, Param, P]], mesh: MeshSpec) -> list[Problem]:
-    """Dims that do not divide. Uneven shards are allowed in one place: layers over pp, where no stage may be empty."""
+_ALIGNED_NAMES = ("heads", "kv_heads")
+"""Dims whose shards must go with each other rank by rank, so that uneven ones are no advice to give."""
+
+
+def _layouts(layouts: list[tuple[str, Param, P]], rules: Rules, mesh: MeshSpec) -> list[Problem]:
+    """Dims that do not divide and that the rules do not allow to, and layers over pp that leave a stage empty."""
     dims = [
         (path, dim, name, size, entry)
         for path, param, spec in layouts
         for dim, (name, size, entry) in enumerate(zip(param.names, param.shape, spec))
-        if size >= 1 and entry is not None
+        if size >= 1 and entry is not None and ("pp" in entry_axes(entry) or name not in rules.uneven)
     ]
     problems = []
     fewest = min((size for _, _, name, size, entry in dims if name == "layers" and entry == "pp"), default=0)
@@ -225,7 +231,8 @@ def _layouts(layouts: list[tuple[str, Param, P]], mesh: MeshSpec) -> list[Proble
             legal = _legal_sizes(entry, dims, mesh) if isinstance(entry, str) else divisors(size)
             subject = entry if isinstance(entry, str) else f"product of {' x '.join(entry)}"
             message = f"dim {dim}, {name}={size}, does not divide over {mesh.describe(entry)}"
-            problems.append(Problem(path, message, subject, legal))
+            hint = "" if name in _ALIGNED_NAMES else f'or let shards be uneven: rules.allow_uneven("{name}")'
+            problems.append(Problem(path, message, subject, legal, hint))
     return problems
 
 
@@ -251,7 +258,8 @@ def _batch(batch: BatchSpec, rules: Rules, mesh: MeshSpec) -> list[Problem]:
         if count < 1
     ]
     size, seq_len, microbatches, accumulation = (max(count, 1) for count in counts.values())
-    over_batch, over_seq = rules.spec(DATA_NAMES, mesh)
+    over_batch, over_seq = rules.batch_spec(mesh)
+    between_layers = _spec((*DATA_NAMES, "embed"), rules, mesh)[1]
 
     # Each split is checked on what the ones before it leave; one that does not divide is left out for the next.
     left, splits, shards = size, [], mesh.shards(over_batch)
@@ -268,25 +276,34 @@ def _batch(batch: BatchSpec, rules: Rules, mesh: MeshSpec) -> list[Problem]:
         elif count > 1:
             left, splits = left // count, [*splits, f"{name}={count}"]
 
-    divisor, why = _seq_divisor(over_seq, mesh, batch.causal_balanced)
-    if counts["seq_len"] >= 1 and seq_len % divisor:
-        message = f"seq={seq_len} is not divisible by {divisor} ({why})"
-        problems.append(Problem("batch/seq_len", message, "seq", _nearest(seq_len, divisor)))
+    if counts["seq_len"] >= 1:
+        problems += _sequence(seq_len, over_seq, between_layers, mesh, batch.causal_balanced)
     return problems
 
 
-def _seq_divisor(entry: Entry, mesh: MeshSpec, causal_balanced: bool) -> tuple[int, str]:
-    """What a sequence length must be a multiple of, and why.
+def _sequence(
+    seq_len: int, over_seq: Entry, between_layers: Entry, mesh: MeshSpec, causal_balanced: bool
+) -> list[Problem]:
+    """A sequence must divide as the tokens are split, and as activations between layers are.
 
-    The balanced causal ring needs two equal chunks on each rank of the context axes. A rank's two chunks may then be
-    split further over tp (sequence parallelism) wherever their sum divides.
+    The balanced causal ring needs two equal chunks on each rank of cp. A rank's two chunks may then be split further
+    over tp (sequence parallelism) wherever their sum divides.
     """
-    shards = mesh.shards(entry)
-    context = math.prod(mesh[axis] for axis in entry_axes(entry) if axis != "tp")
+    context = mesh.get("cp", 1) if "cp" in entry_axes(over_seq) else 1
+    shards = mesh.shards(over_seq)
+    reasons = [f"split over {mesh.describe(over_seq)}"] if shards > 1 else []
     if causal_balanced and context > 1:
-        why = f"2 chunks on each rank of {mesh.describe(entry)}, for the balanced causal ring"
-        return math.lcm(2 * context, shards), why
-    return shards, f"split over {mesh.describe(entry)}"
+        shards = math.lcm(2 * context, shards)
+        reasons = [f"2 chunks on each rank of {mesh.describe(over_seq)}, for the balanced causal ring"]
+    divisor = math.lcm(shards, mesh.shards(between_layers))
+    if divisor > shards:
+        reasons.append(f"split over {mesh.describe(between_layers)} between layers")
+    if seq_len % divisor == 0:
+        return []
+    # The tokens divide, so that sequence parallelism alone is what does not.
+    hint = 'or leave sequence parallelism: rules.replace(seq="cp")' if seq_len % shards == 0 else ""
+    message = f"seq={seq_len} is not divisible by {divisor} ({'; '.join(reasons)})"
+    return [Problem("batch/seq_len", message, "seq", _nearest(seq_len, divisor), hint)]
 
 
 def _nearest(value: int, divisor: int) -> tuple[int, ...]:

@@ -10,8 +10,9 @@ from attrs import frozen
 from sharding_specs.partition import Entry, entry_axes
 from sharding_specs.problem import Problem, SpecError
 
-STANDARD_AXES = ("dp", "fsdp", "tp", "cp", "pp", "ep")
-"""Replicated data, sharded data, tensor, context, pipeline and expert parallel: the axes the compiler knows."""
+STANDARD_AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
+"""Pipeline, replicated data, sharded data, expert, context and tensor parallel: the axes the compiler knows, in the
+order in which the presets need them on a mesh."""
 
 
 @frozen(init=False, repr=False)
@@ -48,6 +49,19 @@ class MeshSpec:
         if -1 in self.sizes:
             raise ValueError(f"{self} has no size before resolve(device_count) has replaced the -1")
         return math.prod(self.sizes)
+
+    def coordinate(self, rank: int) -> dict[str, int]:
+        """The place of a rank along each axis: on ``MeshSpec(dp=2, tp=4)`` rank 5 is ``{"dp": 1, "tp": 1}``.
+
+        Raises:
+          ValueError: there is no such rank, or a size is still -1.
+        """
+        if not 0 <= rank < self.size:
+            raise ValueError(f"there is no rank {rank} on {self}; legal: 0 to {self.size - 1}")
+        places = {}
+        for axis, size in reversed(self.items()):
+            rank, places[axis] = divmod(rank, size)
+        return {axis: places[axis] for axis in self}
 
     def shards(self, entry: Entry) -> int:
         """Into how many parts an entry of a :class:`P` splits its dim; an axis that the mesh lacks counts 1."""

@@ -36,7 +36,7 @@ def only(problems):
 class TestSoundLayouts:
     @pytest.mark.parametrize(
         "mesh",
-        [MeshSpec(), MeshSpec(dp=2), MeshSpec(fsdp=4, tp=2), MeshSpec(dp=2, fsdp=2, tp=4, cp=2, pp=4), MeshSpec(ep=2)],
+        [MeshSpec(), MeshSpec(dp=2), MeshSpec(fsdp=4, tp=2), MeshSpec(dp=2, fsdp=2, cp=2, tp=4, pp=4), MeshSpec(ep=2)],
     )
     @pytest.mark.parametrize("preset", PRESETS)
     def test_have_no_problem(self, mesh, preset):
@@ -79,7 +79,7 @@ class TestCases:
             declare(heads=8, kv_heads=2, mlp=96), ALL, MeshSpec(dp=2, tp=3), BatchSpec(5, 64, 2), devices=8
         )
         paths = [problem.path for problem in problems]
-        assert paths == ["mesh", "layers/wk", "layers/wq", "batch/size", "batch/microbatches"]
+        assert paths == ["mesh", "layers/wk", "layers/wq", "batch/size", "batch/microbatches", "batch/seq_len"]
         assert "= 6, but there are 8 devices" in problems[0].message
         assert "tp=4" in problems[0].hint
 
@@ -118,7 +118,7 @@ class TestCases:
 
 class TestMesh:
     def test_problems_of_the_mesh_come_with_those_of_the_parameters(self):
-        problems = check(declare(embed=30), ALL, MeshSpec(dp=0, fsdp=4, tp=-1, cp=-1), devices=8)
+        problems = check(declare(embed=30), ALL, MeshSpec(dp=0, fsdp=4, cp=-1, tp=-1), devices=8)
         assert [problem.path for problem in problems[:2]] == ["mesh/dp", "mesh"]
         assert {problem.path for problem in problems[2:]} == {f"layers/{w}" for w in ("wq", "wk", "up", "norm")} | {
             "embedding"
@@ -163,8 +163,14 @@ class TestRules:
         problem = only(check(declare(), ALL, MeshSpec(fsdp=2, dp=2)))
         assert problem.path == "rules/batch" and problem.legal == ("('fsdp', 'dp')",)
 
-    def test_the_order_of_axes_that_the_mesh_lacks_does_not_matter(self):
+        problem = only(check(declare(), ALL, MeshSpec(tp=2, cp=2)))
+        assert problem.path == "rules/seq" and problem.legal == ("('tp', 'cp')",)
+        assert check(declare(), ALL.replace(seq=("tp", "cp")), MeshSpec(tp=2, cp=2)) == []
+
+    def test_the_order_of_axes_that_the_mesh_lacks_or_that_split_nothing_does_not_matter(self):
         assert check(declare(), ALL.replace(embed=("tp", "fsdp")), MeshSpec(dp=2, fsdp=2)) == []
+        assert check(declare(), ALL, MeshSpec(tp=2, cp=1)) == []
+        assert only(check(declare(), ALL, MeshSpec(tp=2, cp=-1), devices=4)).path == "rules/seq"
 
     def test_pp_splits_layers_alone(self):
         problems = check(declare(), ALL.replace(mlp="pp", layers=("pp", "ep")), MeshSpec(pp=2, ep=2))
@@ -193,6 +199,26 @@ class TestParameters:
         problem = only(check(params, Rules(embed=("fsdp", "tp")), MeshSpec(fsdp=2, tp=2)))
         assert "embed=6" in problem.message and "fsdp=2 x tp=2" in problem.message
         assert problem.subject == "product of fsdp x tp" and problem.legal == (1, 2, 3, 6)
+
+    @pytest.mark.parametrize("size", [1, 3, 5])
+    def test_k3_uneven_dims_are_refused_or_allowed_by_the_rules(self, size):
+        params, rules, mesh = {"w": Param((size,), ("mlp",), zeros)}, Rules(mlp="tp"), MeshSpec(tp=4)
+        problem = only(check(params, rules, mesh))
+        assert f"mlp={size}, does not divide over tp=4" in problem.message
+        assert problem.hint == 'or let shards be uneven: rules.allow_uneven("mlp")'
+        assert check(params, rules.allow_uneven("mlp"), mesh) == []
+
+    def test_what_may_be_uneven_limits_no_axis_and_helps_no_other_dim(self):
+        params = {"a": Param((7, 6), ("vocab", "embed"), zeros), "b": Param((6,), ("mlp",), zeros)}
+        rules = Rules(vocab="tp", mlp="tp", embed=None).allow_uneven("vocab")
+        problem = only(check(params, rules, MeshSpec(tp=4)))
+        assert problem.path == "b" and problem.legal == (1, 2, 3, 6)
+
+    def test_uneven_heads_are_no_advice_and_uneven_stages_stay_full(self):
+        assert all(not problem.hint for problem in check(declare(heads=6, kv_heads=2), ALL, MeshSpec(tp=4)))
+        rules = ALL.allow_uneven("layers")
+        assert len(check(declare(layers=3), rules, MeshSpec(pp=4))) == 4
+        assert check(declare(vocab=97), ALL, MeshSpec(fsdp=2, tp=4)) == []
 
     def test_sizes_that_are_not_positive(self):
         problems = check({"w": Param((0, 4, -3), ("embed", "head_dim", "heads"), zeros)}, ALL, MeshSpec(fsdp=2, tp=2))
@@ -268,6 +294,29 @@ class TestBatch:
         assert check({}, rules, MeshSpec(tp=2, cp=2), BatchSpec(1, 4)) == []
         assert only(check({}, rules, MeshSpec(tp=2, cp=2), BatchSpec(1, 6))).legal == (4, 8)
         assert check({}, rules, MeshSpec(tp=2), BatchSpec(1, 6)) == []
+
+    def test_sequence_parallelism_needs_a_sequence_that_divides_between_layers(self):
+        mesh = MeshSpec(cp=2, tp=6)
+        params = declare(heads=6, kv_heads=6, mlp=126)
+        problem = only(check(params, ALL, mesh, BatchSpec(1, 8)))
+        assert problem.path == "batch/seq_len" and problem.legal == (12,)
+        assert problem.message == (
+            "seq=8 is not divisible by 12 (2 chunks on each rank of cp=2, for the balanced causal ring; "
+            "split over cp=2 x tp=6 between layers)"
+        )
+        assert problem.hint == 'or leave sequence parallelism: rules.replace(seq="cp")'
+        assert check(params, ALL.replace(seq="cp"), mesh, BatchSpec(1, 8)) == []
+        # Where the tokens do not divide either, no rule helps.
+        problem = only(check(params, ALL, mesh, BatchSpec(1, 7)))
+        assert problem.legal == (12,) and problem.hint == ""
+        problem = only(check(params, ALL, MeshSpec(tp=6), BatchSpec(1, 8)))
+        assert problem.message == "seq=8 is not divisible by 6 (split over tp=6 between layers)"
+        assert problem.legal == (6, 12)
+
+    def test_a_sequence_is_split_by_what_the_layouts_of_activations_leave_to_it(self):
+        rules = Rules(seq=("cp", "tp"), embed="tp", vocab="tp")
+        assert check({}, rules, MeshSpec(tp=4), BatchSpec(1, 6)) == []
+        assert only(check({}, rules.replace(vocab=None), MeshSpec(tp=4), BatchSpec(1, 6))).legal == (4, 8)
 
     @no_deadline
     @given(st.integers(1, 64), st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))

@@ -145,11 +145,11 @@ class TestMeshSpec:
     @no_deadline
     @given(st.lists(st.integers(1, 6), max_size=4), st.integers(1, 100), st.booleans())
     def test_resolve_uses_every_device_or_names_both_numbers(self, sizes, devices, free):
-        mesh = MeshSpec(**dict(zip(STANDARD_AXES, sizes)), **({"ep": -1} if free else {}))
+        mesh = MeshSpec(**dict(zip(STANDARD_AXES, sizes)), **({"rest": -1} if free else {}))
         try:
             assert mesh.resolve(devices).size == devices
         except SpecError as error:
-            product = mesh.replace(ep=1).size
+            product = mesh.replace(rest=1).size
             assert devices % product if free else product != devices
             assert str(product) in str(error) and str(devices) in str(error)
 
@@ -177,6 +177,22 @@ class TestMeshSpec:
     def test_sizes_are_ints(self, size):
         with pytest.raises(TypeError, match="'dp'"):
             MeshSpec(dp=size)
+
+    @no_deadline
+    @given(st.lists(st.integers(1, 4), max_size=4))
+    def test_coordinates_number_the_ranks_row_by_row(self, sizes):
+        np = pytest.importorskip("numpy")
+        mesh = MeshSpec(**dict(zip(AXES, sizes)))
+        for rank in range(mesh.size):
+            expected = np.unravel_index(rank, mesh.sizes) if sizes else ()
+            assert list(mesh.coordinate(rank).items()) == list(zip(mesh.axes, expected))
+
+    @pytest.mark.parametrize("rank", [-1, 8])
+    def test_ranks_that_are_not_there_have_no_coordinate(self, rank):
+        with pytest.raises(ValueError, match=f"no rank {rank} on .*legal: 0 to 7"):
+            MeshSpec(dp=2, tp=4).coordinate(rank)
+        with pytest.raises(ValueError, match="resolve"):
+            MeshSpec(dp=-1).coordinate(0)
 
     def test_shards_of_an_entry(self):
         mesh = MeshSpec(dp=2, fsdp=4, tp=1)
@@ -288,11 +304,42 @@ class TestRules:
         assert rules.spec(("embed", "head_dim", None, "mlp")) == P("fsdp", None, None, "tp")
         assert rules.spec(()) == P()
 
-    def test_the_first_dim_that_asks_for_an_axis_gets_it(self):
+    def test_of_a_parameters_dims_the_first_that_asks_for_an_axis_gets_it(self):
         rules = Rules(embed=("fsdp", "tp"), mlp="tp")
         assert rules.spec(("embed", "embed")) == P(("fsdp", "tp"), None)
         assert rules.spec(("mlp", "embed")) == P("tp", "fsdp")
         assert rules.spec(("batch", "seq", "embed")) == P(("dp", "fsdp"), "cp", "tp")
+
+    def test_batch_comes_first_then_the_context_of_seq_then_other_dims_then_the_rest_of_seq(self):
+        rules = Rules(seq=("cp", "tp"), embed="fsdp", mlp="tp", wide=("cp", "tp"), deep="dp")
+        assert rules.spec(("batch", "seq", "embed")) == P(("dp", "fsdp"), ("cp", "tp"), None)
+        assert rules.spec(("batch", "seq", "mlp")) == P(("dp", "fsdp"), "cp", "tp")
+        assert rules.spec(("batch", "seq", "wide")) == P(("dp", "fsdp"), "cp", "tp")
+        # The turns do not depend on where the dims stand.
+        assert rules.spec(("mlp", "seq", "batch")) == P("tp", "cp", ("dp", "fsdp"))
+        assert rules.spec(("deep", "embed", "batch")) == P(None, None, ("dp", "fsdp"))
+        assert rules.spec(("wide", "mlp", "seq")) == P("tp", None, "cp")
+        assert rules.spec(("wide", "embed")) == P(("cp", "tp"), "fsdp")
+
+    def test_the_axes_of_seq_keep_the_order_of_its_rule(self):
+        assert Rules(seq=("tp", "cp")).spec(("batch", "seq")) == P(("dp", "fsdp"), ("tp", "cp"))
+
+    def test_sequence_parallelism_is_a_rule(self):
+        mesh = MeshSpec(fsdp=2, tp=2)
+        for preset in ("tensor", "all"):
+            rules = PRESETS[preset]
+            assert rules.spec(("batch", "seq", "embed"), mesh) == P("fsdp", "tp", None)
+            assert rules.spec(("batch", "seq", "mlp"), mesh) == P("fsdp", None, "tp")
+            assert rules.replace(seq="cp").spec(("batch", "seq", "embed"), mesh) == P("fsdp", None, None)
+        assert PRESETS["data"].spec(("batch", "seq", "embed"), mesh) == P("fsdp", None, None)
+
+    def test_a_batch_is_laid_out_as_the_logits_are(self):
+        rules = PRESETS["tensor"]
+        assert rules.batch_spec() == P(("dp", "fsdp"), "cp")
+        assert rules.batch_spec(MeshSpec(fsdp=2, tp=2)) == P("fsdp", None)
+        assert rules.replace(vocab=None).batch_spec() == P(("dp", "fsdp"), ("cp", "tp"))
+        assert Rules(embed="fsdp").batch_spec(MeshSpec(cp=2)) == P(None, "cp")
+        assert Rules().batch_spec() == P(("dp", "fsdp"), "cp")
 
     def test_axes_that_the_mesh_lacks_split_nothing(self):
         rules = Rules(embed="fsdp", mlp="tp")
@@ -312,6 +359,48 @@ class TestRules:
         asked = {axis for name in names for axis in entry_axes(rules[name])}
         assert len(spec) == len(names)
         assert sorted(spec.axes) == sorted(asked & mesh)
+
+    def test_storage_axes_are_those_that_activations_need_for_other_dims(self):
+        rules, mesh = PRESETS["all"], MeshSpec(pp=2, dp=2, fsdp=2, ep=2, cp=2, tp=2)
+        assert rules.compute_spec(("layers", "embed", "heads", None), mesh) == P("pp", None, "tp", None)
+        assert rules.compute_spec(("vocab", "embed"), mesh) == P("tp", None)
+        assert rules.compute_spec(("experts", "embed", "mlp"), mesh) == P("ep", None, "tp")
+        assert rules.compute_spec((), mesh) == P()
+        assert rules.compute_spec(("embed",), MeshSpec(tp=2)) == P(None)
+        assert Rules().compute_spec(("embed", "mlp")) == P(None, None)
+
+    def test_one_dim_can_have_storage_and_compute_axes(self):
+        rules = Rules(embed=("fsdp", "cp", "tp"), mlp="tp")
+        assert rules.spec(("embed", "mlp")) == P(("fsdp", "cp", "tp"), None)
+        assert rules.compute_spec(("embed", "mlp")) == P("tp", None)
+        assert rules.compute_spec(("mlp", "embed")) == P("tp", None)
+        # An axis that seq has left over stays with the parameter, and one that splits the sequence does not.
+        assert rules.replace(seq=("cp", "tp")).compute_spec(("embed",)) == P("tp")
+        assert Rules(seq=("cp", "tp"), embed=None).compute_spec(("seq", "embed")) == P(("cp", "tp"), None)
+
+    def test_names_may_be_uneven_where_the_rules_say_so(self):
+        rules = Rules(vocab="tp", embed="fsdp")
+        uneven = rules.allow_uneven("vocab")
+        assert rules.uneven == frozenset() and uneven.uneven == {"vocab"}
+        assert uneven != rules and hash(uneven) == hash(rules.allow_uneven("vocab"))
+        assert dict(uneven) == dict(rules) and Rules(**uneven) == rules
+        assert uneven.spec(("vocab", "embed")) == rules.spec(("vocab", "embed"))
+        both = uneven.allow_uneven("embed", "vocab")
+        assert both.uneven == {"vocab", "embed"} and both == rules.allow_uneven("embed").allow_uneven("vocab")
+        assert uneven.replace(embed="tp") == rules.replace(embed="tp").allow_uneven("vocab")
+        assert eval(repr(both)) == both and pickle.loads(pickle.dumps(both)) == both
+        assert repr(both).endswith(".allow_uneven('embed', 'vocab')")
+        for preset in PRESETS.values():
+            assert preset.uneven == {"vocab"}
+
+    @pytest.mark.parametrize("name", ["batch", "seq"])
+    def test_a_batch_can_not_be_uneven(self, name):
+        with pytest.raises(ValueError, match=f"'{name}' can not be uneven"):
+            PRESETS["all"].allow_uneven("mlp", name)
+
+    def test_only_names_with_a_rule_can_be_uneven(self):
+        with pytest.raises(ValueError, match="'vocb'; did you mean 'vocab'"):
+            PRESETS["all"].allow_uneven("vocb")
 
     def test_without_rules_parameters_are_replicated_and_the_batch_is_split(self):
         assert Rules().spec(("embed", "mlp")) == P(None, None)
