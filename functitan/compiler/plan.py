@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
 from functitan import tree
-from sharding_specs import DTYPE_BYTES, MeshSpec, P, Param, Rules, SpecError, check_leaves
+from sharding_specs import DTYPE_BYTES, BatchSpec, MeshSpec, P, Param, Rules, SpecError, check_leaves, region
+from sharding_specs.partition import entry_axes
+from sharding_specs.partition import entry_axes
 from sharding_specs.problem import did_you_mean
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 @frozen
@@ -38,6 +43,57 @@ class Plan:
     def param(self, path: str) -> Param:
         """The declaration of the parameter at a path. Raises ValueError where there is none."""
         return dict(tree.leaves_with_path(self.params))[self._known(path)]
+
+    def compute_spec(self, path: str) -> P:
+        """The layout that the parameter at a path has where it is used: without :meth:`storage_axes`.
+
+        As ``plan.rules.compute_spec`` of its names. Raises ValueError where there is none.
+        """
+        return self.rules.compute_spec(self.param(path).names, self.mesh)
+
+    def storage_axes(self, path: str) -> tuple[str, ...]:
+        """The axes of more than one rank over which the parameter at a path is gathered at use, in the mesh's order.
+
+        Raises ValueError where there is none.
+        """
+        return self._storage_axes(self.param(path), self.spec(path))
+
+    @property
+    def batch_spec(self) -> P:
+        """The layout of a batch's arrays [batch, seq]."""
+        return self.rules.batch_spec(self.mesh)
+
+    def placements(self, path: str) -> tuple[Placement, ...]:
+        """The DTensor placements of the parameter at a path: see :func:`placements`.
+
+        Raises:
+          ValueError: there is none, or its layers are in stages of unequal size, which no placement describes.
+        """
+        spec, shape = self.spec(path), self.param(path).shape
+        for size, entry in zip(shape, spec, strict=True):
+            if "pp" in entry_axes(entry) and size % self.mesh.shards(entry):
+                raise ValueError(
+                    f"{path}: {size} layers over pp={self.mesh['pp']} are stages of unequal size, which no DTensor "
+                    "placement describes; use plan.region"
+                )
+        return placements(spec, self.mesh)
+
+    def region(self, path: str, rank: int) -> tuple[tuple[int, int], ...]:
+        """``(start, size)`` for every dim: the slice that a rank holds of the parameter at a path.
+
+        As DTensor splits, uneven dims included: see :func:`sharding_specs.region`. Raises ValueError where there is no
+        such path or rank.
+        """
+        return region(self.param(path).shape, self.spec(path), self.mesh, rank)
+
+    def local_shape(self, path: str, rank: int) -> tuple[int, ...]:
+        """The shape of :meth:`region`: what this rank holds, where :meth:`shard_shape` is the most that one holds."""
+        return tuple(size for _, size in self.region(path, rank))
+
+    @property
+    def batch_spec(self) -> P:
+        """The layout of a batch's arrays [batch, seq]: that of the rows of the logits, which labels must match."""
+        return P(*self.rules.spec(("batch", "seq", "vocab"), self.mesh)[:2])
 
     def shard_shape(self, path: str) -> tuple[int, ...]:
         """The largest shape that a rank holds of a parameter: of layers stacked over pp, that of the first stage."""
@@ -71,6 +127,10 @@ class Plan:
             raise ValueError(f"the plan has no parameter at {path!r}; {hint}")
         return path
 
+    def _storage_axes(self, param: Param, spec: P) -> tuple[str, ...]:
+        gathered = set(spec.axes).difference(self.rules.compute_spec(param.names, self.mesh).axes)
+        return tuple(axis for axis, size in self.mesh.items() if axis in gathered and size > 1)
+
     def _shard_shape(self, param: Param, spec: P) -> tuple[int, ...]:
         return tuple(-(-size // self.mesh.shards(entry)) for size, entry in zip(param.shape, spec, strict=True))
 
@@ -78,11 +138,13 @@ class Plan:
         return math.prod(self._shard_shape(param, spec)) * DTYPE_BYTES[param.dtype]
 
     def __str__(self) -> str:
-        rows = [("path", "shape", "dtype", "names", "layout", "bytes per rank")]
+        rows = [("path", "shape", "dtype", "names", "layout", "gathered", "bytes per rank")]
         for path, param in tree.leaves_with_path(self.params):
             names = ", ".join(name or "-" for name in param.names)
-            size = _readable(self._shard_bytes(param, self.specs[path]))
-            rows.append((path, str(param.shape), param.dtype, names, str(self.specs[path]), size))
+            spec = self.specs[path]
+            gathered = ", ".join(self._storage_axes(param, spec)) or "-"
+            size = _readable(self._shard_bytes(param, spec))
+            rows.append((path, str(param.shape), param.dtype, names, str(spec), gathered, size))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
             "  ".join([*(cell.ljust(width) for cell, width in zip(texts, widths)), size.rjust(widths[-1])])
@@ -100,6 +162,8 @@ def compile_specs(
     rules: Rules = Rules(),  # noqa: B008 (immutable)
     mesh: MeshSpec = MeshSpec(),  # noqa: B008 (immutable)
     *,
+    batch: BatchSpec | None = None,
+    devices: int | None = None,
     activations: Collection[str] = (),
 ) -> Plan:
     """Checks a tree of Param against rules and a mesh, and gives every parameter its layout.
@@ -107,17 +171,80 @@ def compile_specs(
     Args:
       params: a tree of Param, of any node that :mod:`functitan.tree` knows.
       rules: logical name -> mesh axes. The default replicates every parameter.
-      mesh: every size known (see ``MeshSpec.resolve``). The default is one device.
+      mesh: the default is one device. Every size is known, unless ``devices`` is given.
+      batch: the sizes of a step, if they are to be checked as well.
+      devices: how many there are; the product of the mesh must be that, and one size may be -1: what is left of them.
       activations: logical names that only activations have, beyond "batch" and "seq".
 
     Raises:
       SpecError: the layout cannot work. A ValueError that lists every problem, one a line, with the legal values.
     """
     leaves = tree.leaves_with_path(params)
-    problems = check_leaves(leaves, rules, mesh, activations=activations)
+    problems = check_leaves(leaves, rules, mesh, batch, devices, activations=activations)
     if problems:
         raise SpecError(problems)
+    if devices is not None:
+        mesh = mesh.resolve(devices)
     return Plan(params, rules, mesh, {path: rules.spec(param.names, mesh) for path, param in leaves})
+
+
+def placements(spec: P, mesh: MeshSpec) -> tuple[Placement, ...]:
+    """A layout as DTensor says it: one placement for every mesh axis of more than one rank, in the mesh's order.
+
+    Raises:
+      ValueError: the layout names an axis that the mesh lacks, or splits a dim over axes that are not in the mesh's
+        order: DTensor splits by the outer axis first.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    unknown = [axis for axis in spec.axes if axis not in mesh]
+    if unknown:
+        raise ValueError(f"{spec} names {', '.join(unknown)}, which {mesh} lacks")
+    dims = {axis: dim for dim, entry in enumerate(spec) for axis in entry_axes(entry)}
+    split = [axis for axis, size in mesh.items() if size > 1]
+    for entry in spec:
+        axes = [axis for axis in entry_axes(entry) if axis in split]
+        ordered = [axis for axis in split if axis in axes]
+        if axes != ordered:
+            raise ValueError(
+                f"{spec} splits a dim over {', '.join(axes)}, which is not the order of {mesh}; "
+                f"the order that works: {', '.join(ordered)}"
+            )
+    return tuple(Shard(dims[axis]) if axis in dims else Replicate() for axis in split)
+
+
+def partition(placements: Sequence[Placement], mesh: MeshSpec, ndim: int) -> P:
+    """The inverse of :func:`placements`, for an array of ``ndim`` dims: its layout, with one entry a dim.
+
+    Raises:
+      ValueError: the number of placements is not that of the mesh's axes of more than one rank, a dim is not there, or
+        a placement is neither Shard nor Replicate.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+
+    split = [axis for axis, size in mesh.items() if size > 1]
+    if len(placements) != len(split):
+        raise ValueError(f"{len(placements)} placements for the {len(split)} axes of more than one rank of {mesh}")
+    entries: list[list[str]] = [[] for _ in range(ndim)]
+    for axis, placement in zip(split, placements):
+        if isinstance(placement, Replicate):
+            continue
+        if type(placement) is not Shard:
+            raise ValueError(f"axis {axis} has placement {placement}, which no P describes; legal: Shard, Replicate")
+        if not -ndim <= placement.dim < ndim:
+            raise ValueError(f"axis {axis} has placement {placement}, but the array has {ndim} dims")
+        entries[placement.dim].append(axis)
+    return P(*entries)
+
+
+def placements(spec: P, mesh: MeshSpec) -> tuple[Any, ...]:
+    """The torch DTensor placements of a layout: one for each axis of the mesh that is larger than one, in its order."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    dims = {axis: dim for dim, entry in enumerate(spec) for axis in entry_axes(entry)}
+    return tuple(
+        Shard(dims[axis]) if axis in dims else Replicate() for axis, size in mesh.items() if size > 1
+    )
 
 
 def _readable(count: int) -> str:
