@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,8 @@ __all__ = [
     "DATA_DEPENDENT",
     "OpOverload",
     "inside_transform",
+    "is_distributed",
+    "is_distributed_type",
     "is_fake",
     "is_traced",
     "marked",
@@ -48,6 +51,19 @@ def inside_transform() -> bool:
 def is_traced() -> bool:
     """True while ``make_fx`` is tracing the current code."""
     return get_proxy_mode() is not None
+
+
+def is_distributed(x: Any) -> bool:
+    """True for a DTensor. Asked of every operand of every operator, and answered without importing DTensor, which
+    takes half a second: where nothing has imported it, nothing is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def is_distributed_type(kind: type) -> bool:
+    """:func:`is_distributed` of a type."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and issubclass(kind, module.DTensor)
 
 
 def is_fake(x: Tensor) -> bool:

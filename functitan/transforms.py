@@ -18,7 +18,8 @@ import torch.utils.checkpoint
 from torch import Tensor
 
 from functitan import tree
-from functitan._torch import inside_transform, marked
+from functitan._torch import inside_transform, is_distributed, marked
+from functitan.sharding.layout import current as current_layout
 
 _nesting = threading.local()
 
@@ -287,7 +288,12 @@ def constrain(x: Tensor, names: Sequence[str | None]) -> Tensor:
             f"constrain: {len(names)} names {tuple(names)} for a tensor with {x.ndim} dims {tuple(x.shape)}; "
             "give one logical name (or None) for each dim"
         )
-    return x
+    layout = current_layout()
+    if layout is None or not is_distributed(x):
+        return x
+    from functitan.sharding.move import redistribute
+
+    return redistribute(x, layout.placements(names))
 
 
 def _flattened(fun: Callable, treedef: tree.TreeDef, has_aux: bool) -> tuple[Callable, list[tree.TreeDef]]:

@@ -218,22 +218,23 @@ def _layer(
 ) -> Tensor:
     attn_key, mlp_key = (None, None) if key is None else random.split(key)
     y = _attention(p, nn.rms_norm(x, p["attn_norm"], cfg.norm_eps), table, mask)
-    x = constrain(x + nn.dropout(attn_key, y, cfg.dropout), ("batch", "seq", "embed"))
+    x = x + nn.dropout(attn_key, y, cfg.dropout)
     y = _mlp(p, nn.rms_norm(x, p["mlp_norm"], cfg.norm_eps))
-    return constrain(x + nn.dropout(mlp_key, y, cfg.dropout), ("batch", "seq", "embed"))
+    return x + nn.dropout(mlp_key, y, cfg.dropout)
 
 
 def _attention(p: Mapping[str, Tensor], x: Tensor, table: RotaryTable, mask: Tensor | None) -> Tensor:
-    q = constrain(nn.linear(x, p["wq"]), ("batch", "seq", "heads", "head_dim"))
-    k = constrain(nn.linear(x, p["wk"]), ("batch", "seq", "kv_heads", "head_dim"))
-    v = constrain(nn.linear(x, p["wv"]), ("batch", "seq", "kv_heads", "head_dim"))
+    q, k, v = nn.linears(x, (p["wq"], p["wk"], p["wv"]))
+    q = constrain(q, ("batch", "seq", "heads", "head_dim"))
+    k = constrain(k, ("batch", "seq", "kv_heads", "head_dim"))
+    v = constrain(v, ("batch", "seq", "kv_heads", "head_dim"))
     y = nn.attention(nn.rotary(q, table), nn.rotary(k, table), v, causal=mask is None, mask=mask)
-    return nn.linear(y, p["wo"], n_in=2)
+    return constrain(nn.linear(y, p["wo"], n_in=2), ("batch", "seq", "embed"))
 
 
 def _mlp(p: Mapping[str, Tensor], x: Tensor) -> Tensor:
-    h = nn.swiglu(nn.linear(x, p["w_gate"]), nn.linear(x, p["w_up"]))
-    return nn.linear(constrain(h, ("batch", "seq", "mlp")), p["w_down"])
+    h = constrain(nn.swiglu(*nn.linears(x, (p["w_gate"], p["w_up"]))), ("batch", "seq", "mlp"))
+    return constrain(nn.linear(h, p["w_down"]), ("batch", "seq", "embed"))
 
 
 def _unpack(batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor | None, Tensor | None]:

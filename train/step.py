@@ -44,7 +44,7 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Tensor]]:
         keys = random.split(random.fold_in(state.key, state.step), accumulation)
-        parts = {name: rearrange(x, "(parts b) s -> parts b s", parts=accumulation) for name, x in batch.items()}
+        parts = {name: rearrange(x, "(b parts) s -> parts b s", parts=accumulation) for name, x in batch.items()}
         total = None
         for i in range(accumulation):
             part = {name: x[i] for name, x in parts.items()}

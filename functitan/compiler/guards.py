@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from functitan._torch import is_fake, storage_id
+from functitan._torch import is_distributed_type, is_fake, storage_id
 from functitan.compiler.graphs import draws
 
 _READS = {
@@ -127,6 +127,8 @@ class NoSideEffects(TorchDispatchMode):
         self.outside: dict[int, Tensor] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(is_distributed_type(kind) for kind in types):
+            return NotImplemented  # what DTensor makes of it comes here again
         kwargs = kwargs or {}
         if draws(func, args, kwargs):
             raise refusal(

@@ -20,12 +20,12 @@ from torch.fx import GraphModule
 
 from functitan import tree
 from functitan._torch import inside_transform
-from functitan.compiler import donation, passes
+from functitan.compiler import boundary, donation, passes
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
 from functitan.compiler.passes import inductor as inductor_pass
-from functitan.compiler.place import check_one_device
 from functitan.compiler.plan import Plan
+from functitan.sharding.layout import use_plan
 
 log = logging.getLogger("functitan.jit")
 
@@ -83,7 +83,9 @@ def jit(
         fun: pure; its arguments and results are trees. Tensors and numpy arrays are traced. Every other leaf is static,
             also numbers, which ``jax.jit`` traces: the graph holds its value, and another value means another
             capture. Tensors that ``fun`` closes over are copied into the graph.
-        plan: the layouts of the arguments. This version runs plans of one device, and reads nothing else from it.
+        plan: whose rules ``constrain`` and the operators follow inside (see ``functitan.use_plan``). On a mesh the
+            arguments are DTensors, as ``init_state`` and ``shard_batch`` make them, and the graph is what this rank
+            does: operators on local tensors, and collectives. Every rank must call it in the same order.
         donate: names of arguments whose memory the results may reuse. Neither their tensors nor views of them can be
             used afterwards, also where the run fails. Of a donated view the buffer is copied; a tensor with gaps or
             repeated elements is not donated, and nothing is where the plain function runs.
@@ -98,7 +100,8 @@ def jit(
         argument that was not donated.
 
     Raises:
-        ValueError: ``donate`` or ``passes`` has an unknown name, or the plan needs several devices.
+        ValueError: ``donate`` or ``passes`` has an unknown name.
+        RuntimeError: (at the call) the process group has not the size of the plan's mesh.
         CaptureError: (at the call) ``fun`` reads a traced value or has a side effect; names the line.
     """
     return JitFunction(fun, plan, tuple(donate), tuple(passes), inductor)
@@ -119,8 +122,7 @@ class JitFunction:
         self.inductor = inductor
         self.donate = donate
         self._check_donate()
-        if plan is not None:
-            check_one_device(plan)
+        self.plan = plan
         self._cache: dict[Any, Captured] = {}
         self._last_key: _Key | None = None
         self._warned = False
@@ -132,13 +134,13 @@ class JitFunction:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(_state, "disabled", False) or is_capturing() or inside_transform():
-            return self.fun(*args, **kwargs)
+            return self._call_plain(*args, **kwargs)
         arguments = self._bind(args, kwargs)
         leaves, treedef = tree.flatten(arguments)
         leaves = [torch.tensor(x) if isinstance(x, np.ndarray) else x for x in leaves]  # copied: the array stays whole
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             self._warn_of_gradients()
-            return self.fun(*args, **kwargs)  # a graph has no autograd history to give
+            return self._call_plain(*args, **kwargs)  # a graph has no autograd history to give
         key = _Key(treedef, tuple(_leaf_key(x) for x in leaves), _settings())
         captured = self._cache.get(key)
         if captured is None:
@@ -146,8 +148,8 @@ class JitFunction:
             self._remember(key, captured)
         if captured.needs_grad and torch.is_grad_enabled():
             self._warn_of_gradients()
-            return self.fun(*args, **kwargs)
-        inputs = [x for x in leaves if isinstance(x, Tensor)]
+            return self._call_plain(*args, **kwargs)
+        inputs = [boundary.local(x) for x in leaves if isinstance(x, Tensor)]
         del leaves
         if captured.donated:
             if not donation.are_distinct(inputs, captured.donated):
@@ -156,6 +158,10 @@ class JitFunction:
                 inputs[i] = donation.take(inputs[i])
         with torch.no_grad():
             return captured.pack(captured.run(inputs))
+
+    def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
+        with use_plan(self.plan):
+            return self.fun(*args, **kwargs)
 
     def _remember(self, key: _Key, captured: Captured) -> None:
         if len(self._cache) >= _MAX_CAPTURES:
@@ -180,7 +186,8 @@ class JitFunction:
         return path.split("/", 1)[0] in self.donate
 
     def _refuse_shared(self, arguments: dict[str, Any]) -> None:
-        pairs = [(path, x) for path, x in tree.leaves_with_path(arguments) if isinstance(x, Tensor)]
+        leaves = tree.leaves_with_path(arguments)
+        pairs = [(path, boundary.local(x)) for path, x in leaves if isinstance(x, Tensor)]
         one, other = donation.shared_pair(pairs, self._is_donated)
         raise ValueError(
             f"jit({self.name}): cannot donate {one}: {other} lives in the same memory, and would change with it. "
@@ -191,31 +198,35 @@ class JitFunction:
         reason = self._reason(arguments, key)
         started = time.perf_counter()
         traced = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
-        result: list[tuple[tree.TreeDef, list[Any]]] = []
+        specs = [boundary.spec_of(leaves[i]) for i in traced]
+        result: list[tuple[tree.TreeDef, list[Any], list[boundary.Spec | None]]] = []
 
         def flat_fun(*inputs: Tensor) -> list[Tensor]:
             filled = list(leaves)
-            for i, x in zip(traced, inputs):
+            for i, x in zip(traced, boundary.wrap_all(inputs, specs)):
                 filled[i] = x
-            out, out_def = tree.flatten(self._call_bound(tree.unflatten(treedef, filled)))
-            result[:] = [(out_def, [None if isinstance(x, Tensor) else x for x in out])]
-            return [x for x in out if isinstance(x, Tensor)]
+            with use_plan(self.plan):
+                out, out_def = tree.flatten(self._call_bound(tree.unflatten(treedef, filled)))
+                tensors = [boundary.completed(x) for x in out if isinstance(x, Tensor)]
+            statics = [None if isinstance(x, Tensor) else x for x in out]
+            result[:] = [(out_def, statics, [boundary.spec_of(x) for x in tensors])]
+            return [boundary.local(x) for x in tensors]
 
-        inputs = [leaves[i] for i in traced]
+        inputs = [boundary.local(leaves[i]) for i in traced]
         graph = capture(flat_fun, inputs, self.name)
         needs_grad = graph.meta["needs_grad"]
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
         donated = tuple(
-            n for n, i in enumerate(traced) if self._is_donated(paths[i]) and donation.is_dense(leaves[i])
+            n for n, i in enumerate(traced) if self._is_donated(paths[i]) and donation.is_dense(inputs[n])
         )
         passes.run_passes(graph.graph, donated, self.passes)
         if self.inductor:
             run, source = inductor_pass.compile_graph(graph, inputs, donated)
         else:
             run, source = compile_graph(graph)
-        out_def, statics = result[0]
+        out_def, statics, out_specs = result[0]
         seconds = time.perf_counter() - started
-        pack = _packer(out_def, statics)
+        pack = _packer(out_def, statics, out_specs)
         captured = Captured(graph, source, reason, seconds, donated, needs_grad, run, pack)
         level = logging.INFO if not self._cache else logging.WARNING
         log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, reason)
@@ -286,7 +297,7 @@ def _settings() -> tuple[Any, ...]:
 
 def _leaf_key(x: Any) -> Any:
     if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.device, type(x)
+        return x.dtype, x.shape, x.stride(), x.device, type(x), boundary.spec_of(x)
     if isinstance(x, numbers.Number) and not isinstance(x, int):
         return type(x), repr(x)  # tells 0.0 from -0.0, and a NaN equals itself
     try:
@@ -301,20 +312,23 @@ def _leaf_key(x: Any) -> Any:
 
 def _describe(leaf_key: tuple) -> str:
     if isinstance(leaf_key[0], torch.dtype):
-        dtype, shape, stride, device, _ = leaf_key
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}"
+        dtype, shape, stride, device, _, spec = leaf_key
+        layout = "" if spec is None else f" {spec.placements}"
+        return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}{layout}"
     kind, value = leaf_key
     return value if issubclass(kind, numbers.Number) and isinstance(value, str) else repr(value)
 
 
-def _packer(out_def: tree.TreeDef, statics: list[Any]) -> Callable[[list[Any]], Any]:
+def _packer(
+    out_def: tree.TreeDef, statics: list[Any], specs: list[boundary.Spec | None]
+) -> Callable[[list[Any]], Any]:
     places = [i for i, x in enumerate(statics) if x is None]
-    if len(places) == len(statics):
+    if len(places) == len(statics) and not any(specs):
         return functools.partial(tree.unflatten, out_def)
 
     def pack(tensors: list[Any]) -> Any:
         filled = list(statics)
-        for i, x in zip(places, tensors):
+        for i, x in zip(places, boundary.wrap_all(tensors, specs)):
             filled[i] = x
         return tree.unflatten(out_def, filled)
 

@@ -1,38 +1,53 @@
-"""From a plan to tensors: initial values, each a function of the key and the parameter's path alone."""
+"""From a plan to tensors: initial values, each a function of the key and the parameter's path alone.
+
+On a mesh every leaf is a DTensor, and every rank makes the slices that it holds and nothing else: values depend on the
+global index, so the whole is bit-equal on every mesh.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from functitan import init, random, tree
-from functitan.compiler.plan import Plan
+from functitan.compiler.mesh import device_mesh
+from functitan.compiler.plan import Plan, placements
 from functitan.optim import GradientTransformation
 from functitan.state import TrainState
+from sharding_specs import P, Param
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 def init_params(plan: Plan, key: Tensor) -> Any:
-    """The initial parameters of a plan: a tree of tensors.
+    """The initial parameters of a plan: a tree of tensors, or of DTensors where its mesh is more than one device.
 
     A parameter's key is :func:`functitan.init.param_key` of its path, so its values depend neither on the order of
-    declaration nor on the other parameters.
+    declaration, nor on the other parameters, nor on the mesh.
+
+    Args:
+        plan: from ``compile_specs``.
+        key: uint32 [2]; the parameters are made on its device.
 
     Raises:
-        ValueError: the plan's mesh needs more devices than there are.
+        RuntimeError: the process group has not the size of the plan's mesh.
     """
-    check_one_device(plan)
 
-    def make(path: str, param) -> Tensor:
-        value = param.init(init.param_key(key, path), param.shape, getattr(torch, param.dtype))
-        if tuple(value.shape) != param.shape:
+    def make(path: str, param: Param, region: random.Region | None) -> Tensor:
+        sizes = param.shape if region is None else tuple(size for _, size in region)
+        where = {} if region is None else {"region": region}
+        value = param.init(init.param_key(key, path), param.shape, getattr(torch, param.dtype), **where)
+        if tuple(value.shape) != sizes:
             raise ValueError(
-                f"the initialiser {param.init} of {path} gave shape {tuple(value.shape)}; declared is {param.shape}"
+                f"the initialiser {param.init} of {path} gave shape {tuple(value.shape)}; declared is {sizes}"
             )
         return value
 
-    return tree.map_with_path(make, plan.params)
+    return _laid_out(plan, make)
 
 
 def init_state(plan: Plan, key: Tensor, optimizer: GradientTransformation) -> TrainState:
@@ -42,11 +57,14 @@ def init_state(plan: Plan, key: Tensor, optimizer: GradientTransformation) -> Tr
         plan: from ``compile_specs``.
         key: uint32 [2]; one half makes the parameters, the other stays in the state for dropout.
         optimizer: gives the optimizer's state.
+
+    Raises:
+        RuntimeError: the process group has not the size of the plan's mesh.
     """
     params_key, state_key = random.split(key)
     params = init_params(plan, params_key)
     zero = torch.zeros((), dtype=torch.int64, device=key.device)
-    return TrainState(
+    state = TrainState(
         params=params,
         opt_state=optimizer.init(params),
         step=zero,
@@ -54,14 +72,24 @@ def init_state(plan: Plan, key: Tensor, optimizer: GradientTransformation) -> Tr
         data={"position": zero.clone()},
         skipped=zero.clone(),
     )
+    return _replicated(plan, state)
 
 
 def abstract_state(plan: Plan, optimizer: GradientTransformation) -> TrainState:
-    """The state's structure, shapes and dtypes without its values: what a checkpoint is loaded into."""
+    """The state's structure, shapes, dtypes and layout without its values: what a checkpoint is loaded into.
+
+    Raises:
+        RuntimeError: the process group has not the size of the plan's mesh.
+    """
+
+    def make(path: str, param: Param, region: random.Region | None) -> Tensor:
+        sizes = param.shape if region is None else tuple(size for _, size in region)
+        return torch.empty(sizes, dtype=getattr(torch, param.dtype))
+
     with torch.device("meta"):
-        params = tree.map(lambda param: torch.empty(param.shape, dtype=getattr(torch, param.dtype)), plan.params)
+        params = _laid_out(plan, make)
         zero = torch.empty((), dtype=torch.int64)
-        return TrainState(
+        state = TrainState(
             params=params,
             opt_state=optimizer.init(params),
             step=zero,
@@ -69,11 +97,59 @@ def abstract_state(plan: Plan, optimizer: GradientTransformation) -> TrainState:
             data={"position": zero},
             skipped=zero,
         )
+        return _replicated(plan, state)
 
 
-def check_one_device(plan: Plan) -> None:
-    """Raises ValueError where the plan's mesh is larger than one device."""
-    if plan.mesh.size != 1:
-        raise ValueError(
-            f"the plan's mesh {plan.mesh} needs {plan.mesh.size} devices, and this version runs on one; use MeshSpec()"
-        )
+def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A batch on the plan's mesh, from what this rank has read of it.
+
+    Args:
+        plan: says how a batch is split: ``plan.batch_spec``.
+        rows: arrays [batch, seq] of this rank: its rows of the global batch (the same on ranks that share them).
+
+    Returns:
+        DTensors of the global batch; on one device, ``rows`` as they are.
+    """
+    if plan.mesh.size == 1:
+        return dict(rows)
+    from functitan.sharding.move import from_local
+
+    mesh = device_mesh(plan.mesh)
+    layout = placements(P(plan.batch_spec[0]), plan.mesh)
+    count = plan.mesh.shards(plan.batch_spec[0])
+    return {name: from_local(x, mesh, layout, (x.shape[0] * count, *x.shape[1:])) for name, x in rows.items()}
+
+
+def gather(x: Any) -> Any:
+    """A tree with every DTensor in it gathered whole on every rank; other leaves as they are.
+
+    For tests and small models: a rank has to hold all of it. Every rank must call it.
+    """
+    from functitan._torch import is_distributed
+
+    return tree.map(lambda leaf: leaf.full_tensor() if is_distributed(leaf) else leaf, x)
+
+
+def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Tensor]) -> Any:
+    """The tree of ``make(path, param, region)`` of every parameter; region is None for all of it on one device."""
+    if plan.mesh.size == 1:
+        return tree.map_with_path(lambda path, param: make(path, param, None), plan.params)
+    from functitan.sharding.move import from_local, region
+
+    mesh = device_mesh(plan.mesh)
+
+    def local(path: str, param: Param) -> Tensor:
+        layout = placements(plan.specs[path], plan.mesh)
+        return from_local(make(path, param, region(param.shape, mesh, layout)), mesh, layout, param.shape)
+
+    return tree.map_with_path(local, plan.params)
+
+
+def _replicated(plan: Plan, state: TrainState) -> TrainState:
+    """The state with every leaf that is no DTensor yet as a replicated one."""
+    if plan.mesh.size == 1:
+        return state
+    from functitan.sharding.ops import spread
+
+    mesh: DeviceMesh = device_mesh(plan.mesh)
+    return tree.map(lambda leaf: spread(leaf, mesh), state)

@@ -4,7 +4,7 @@ from functitan.nn.activations import gelu, silu, swiglu
 from functitan.nn.attention import attention, attention_mask
 from functitan.nn.dropout import dropout
 from functitan.nn.embedding import embedding
-from functitan.nn.linear import linear
+from functitan.nn.linear import linear, linears
 from functitan.nn.loss import cross_entropy
 from functitan.nn.norm import layer_norm, rms_norm
 from functitan.nn.rope import RopeScaling, RotaryTable, rotary, rotary_frequencies, rotary_table
@@ -20,6 +20,7 @@ __all__ = [
     "gelu",
     "layer_norm",
     "linear",
+    "linears",
     "rms_norm",
     "rotary",
     "rotary_frequencies",

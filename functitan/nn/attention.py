@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functitan._torch import is_distributed
+
 
 def attention(
     q: Tensor,
@@ -61,13 +63,21 @@ def attention(
         visible = attention_mask(torch.arange(seq, device=q.device), causal=causal, window=window, documents=documents)
         mask = visible if mask is None else mask & visible
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    if implementation == "plain":
+    if implementation not in ("fused", "plain"):
+        raise ValueError(f"attention: implementation={implementation!r}; legal: 'fused', 'plain'")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        if implementation == "fused":
+            return _fused(q, k, v, mask, scale, only_causal)
         if only_causal:
             mask = attention_mask(torch.arange(seq, device=q.device), causal=True)
         return _plain(q, k, v, mask, scale)
-    if implementation != "fused":
-        raise ValueError(f"attention: implementation={implementation!r}; legal: 'fused', 'plain'")
-    return _fused(q, k, v, mask, scale, only_causal)
+
+    if any(map(is_distributed, (q, k, v))):
+        from functitan.sharding import ops
+
+        return ops.attention(attend, q, k, v, mask)
+    return attend(q, k, v, mask)
 
 
 def attention_mask(

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from functitan import random
+from functitan._torch import is_distributed
 
 
 def dropout(key: Tensor | None, x: Tensor, rate: float) -> Tensor:
@@ -25,5 +26,14 @@ def dropout(key: Tensor | None, x: Tensor, rate: float) -> Tensor:
         raise ValueError(f"dropout: rate={rate} must be at least 0 and less than 1")
     if key is None or rate == 0.0:
         return x
-    keep = random.bernoulli(key, 1.0 - rate, tuple(x.shape))
-    return torch.where(keep, x * (1.0 / (1.0 - rate)), 0.0)
+    shape = tuple(x.shape)
+
+    def drop(local: Tensor, region: random.Region | None) -> Tensor:
+        keep = random.bernoulli(key, 1.0 - rate, shape, region=region)
+        return torch.where(keep, local * (1.0 / (1.0 - rate)), 0.0)
+
+    if is_distributed(x):
+        from functitan.sharding import ops
+
+        return ops.dropout(drop, x)
+    return drop(x, None)

@@ -6,17 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functitan._torch import is_distributed
 
-def embedding(table: Tensor, ids: Tensor) -> Tensor:
+
+def embedding(table: Tensor, ids: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     """The row of ``table`` for each id.
 
     Args:
         table: [vocab, embed].
         ids: int32 or int64, [...]. That they are less than ``vocab`` is not checked here, because values are not
             known while a step is captured: torch raises IndexError on a CPU, and data loaders check it before.
+        dtype: of the result, in which a model goes on computing; None: the table's.
 
     Returns:
-        [..., embed], of the table's dtype.
+        [..., embed].
 
     Raises:
         ValueError: the table has not two dims.
@@ -26,4 +29,13 @@ def embedding(table: Tensor, ids: Tensor) -> Tensor:
         raise ValueError(f"embedding: table must be [vocab, embed]; it is {list(table.shape)}")
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"embedding: ids must be int32 or int64; they are {str(ids.dtype).removeprefix('torch.')}")
-    return F.embedding(ids, table)
+    dtype = table.dtype if dtype is None else dtype
+
+    def lookup(rows: Tensor, local_ids: Tensor) -> Tensor:
+        return F.embedding(local_ids, rows)
+
+    if is_distributed(table) or is_distributed(ids):
+        from functitan.sharding import ops
+
+        return ops.embedding(lookup, table, ids, dtype)
+    return lookup(table.to(dtype), ids)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from functitan._torch import is_distributed
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, n_in: int = 1) -> Tensor:
@@ -14,7 +18,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, n_in: int =
 
     Args:
         x: [..., *in], floating.
-        weight: [*in, *out], where ``*in`` are ``n_in`` dims.
+        weight: [*in, *out], where ``*in`` are ``n_in`` dims; cast to the dtype of ``x``.
         bias: [*out], added to every product.
         n_in: how many dims are contracted.
 
@@ -25,10 +29,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, *, n_in: int =
         ValueError: the contracted dims differ, or the bias is not of the shape [*out].
     """
     _check(x, weight, bias, n_in)
+    (y,) = _products(x, (weight,), n_in)
+    return y if bias is None else y + bias.to(y.dtype)
+
+
+def linears(x: Tensor, weights: Sequence[Tensor], *, n_in: int = 1) -> list[Tensor]:
+    """:func:`linear` of one ``x`` with several weights, such as those of queries, keys and values.
+
+    The numbers are those of the single calls. Over a mesh ``x`` is brought to where the weights are once, and so is its
+    gradient on the way back.
+    """
+    for weight in weights:
+        _check(x, weight, None, n_in)
+    return _products(x, weights, n_in)
+
+
+def _products(x: Tensor, weights: Sequence[Tensor], n_in: int) -> list[Tensor]:
     # tensordot is the einsum of this contraction as one mm; torch.einsum makes it a bmm with a batch of one, which
     # Inductor and cuBLAS choose kernels for less well.
-    y = torch.tensordot(x, weight, dims=n_in)
-    return y if bias is None else y + bias
+    def product(a: Tensor, b: Tensor) -> Tensor:
+        return torch.tensordot(a, b, dims=n_in)
+
+    if any(map(is_distributed, (x, *weights))):
+        from functitan.sharding import ops
+
+        return ops.linear(product, x, weights, n_in)
+    return [product(x, weight.to(x.dtype)) for weight in weights]
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, n_in: int) -> None:

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from functitan._torch import is_distributed
+
 
 def cross_entropy(
     logits: Tensor, labels: Tensor, *, ignore_index: int = -100, z_loss: float = 0.0
@@ -36,6 +38,10 @@ def cross_entropy(
         )
     if labels.dtype != torch.int64:
         raise TypeError(f"cross_entropy: labels must be int64; they are {str(labels.dtype).removeprefix('torch.')}")
+    if is_distributed(logits) or is_distributed(labels):
+        from functitan.sharding.cross_entropy import cross_entropy as over_mesh
+
+        return over_mesh(logits, labels, ignore_index, z_loss)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     valid = labels != ignore_index
     # Validity is data, not shape: ignored rows look up label 0 and are then left out.

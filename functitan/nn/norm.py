@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from functitan._torch import is_distributed
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
@@ -26,10 +29,14 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
         ValueError: the weight is not [embed].
     """
     _check("rms_norm", x, weight=weight)
-    if x.dtype not in (torch.float32, torch.float64):
-        unit = torch.ones_like(weight, dtype=torch.float32)
-        return _RMSNorm.apply(x.float(), unit, eps)[0].to(x.dtype) * weight.to(x.dtype)
-    return _RMSNorm.apply(x, weight.to(x.dtype), eps)[0]
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        if x.dtype not in (torch.float32, torch.float64):
+            unit = torch.ones_like(weight, dtype=torch.float32)
+            return _RMSNorm.apply(x.float(), unit, eps)[0].to(x.dtype) * weight.to(x.dtype)
+        return _RMSNorm.apply(x, weight.to(x.dtype), eps)[0]
+
+    return _over_mesh(norm, x, weight) if is_distributed(x) else norm(x, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -48,9 +55,19 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         ValueError: weight or bias is not [embed].
     """
     _check("layer_norm", x, weight=weight, bias=bias)
-    dtype = torch.promote_types(x.dtype, torch.float32)
-    weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
-    return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
+        return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
+
+    return _over_mesh(norm, x, weight, bias) if is_distributed(x) else norm(x, weight, bias)
+
+
+def _over_mesh(norm: Callable[..., Tensor], x: Tensor, *scales: Tensor | None) -> Tensor:
+    from functitan.sharding import ops
+
+    return ops.normalise(norm, x, *scales)
 
 
 class _RMSNorm(torch.autograd.Function):

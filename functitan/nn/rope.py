@@ -9,6 +9,8 @@ import attrs
 import torch
 from torch import Tensor
 
+from functitan._torch import is_distributed
+
 
 @attrs.frozen(kw_only=True)
 class RopeScaling:
@@ -113,5 +115,13 @@ def rotary(x: Tensor, table: RotaryTable) -> Tensor:
             f"rotary: x {list(x.shape)} is [batch, seq, heads, head_dim], but the table {list(cos.shape)} is for "
             f"head_dim {cos.shape[-1]} and {cos.shape[-3]} positions; make the table from the positions of x"
         )
+    if is_distributed(x):
+        from functitan.sharding import ops
+
+        return ops.rotate(_rotate, x, cos, sin)
+    return _rotate(x, cos, sin)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
     return torch.addcmul(x * cos, torch.cat((second, first), dim=-1), sin).to(x.dtype)

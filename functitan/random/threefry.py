@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from functitan._torch import inside_transform, is_traced
+from functitan._torch import inside_transform, is_distributed, is_traced
 
 Region = Sequence[tuple[int, int]]
 """A rectangular slice of a global array: ``(start, size)`` for every dim."""
@@ -72,7 +72,7 @@ def key(seed: int | Tensor, *, device: torch.device | str | None = None) -> Tens
             raise TypeError(
                 f"random.key: seed must be an integer scalar, got {seed.dtype} of shape {tuple(seed.shape)}"
             )
-        low = _low32(seed).to(device)
+        low = _low32(_replica("random.key", seed)).to(device)
         return as_dtype(torch.stack([torch.zeros_like(low), low]), torch.uint32)
     try:
         seed = operator.index(seed)
@@ -112,7 +112,7 @@ def fold_in(key: Tensor, data: int | Tensor) -> Tensor:
     if isinstance(data, Tensor):
         if data.is_floating_point() or data.is_complex():
             raise TypeError(f"random.fold_in: data must be an integer, got {data.dtype}")
-        data = _low32(data)
+        data = _low32(_replica("random.fold_in", data))
     else:
         try:
             data = operator.index(data)
@@ -188,7 +188,7 @@ def draw(
         return threefry2x32(words[0], words[1], *_counters(span, extents, words.device))
 
     check_params(name, sizes, params)
-    limit = None if any(isinstance(param, Tensor) and param.dim() for param in params) else _block_size(key)
+    limit = None if any(isinstance(param, Tensor) and param.dim() for param in params) else _block_size(words)
     if limit is None or math.prod(sizes) <= limit:
         x0, x1 = hash_span(spans)
         return finish(x0.reshape(sizes), x1.reshape(sizes))
@@ -273,7 +273,17 @@ def _key_words(name: str, key: Tensor, *, batched: bool = False) -> Tensor:
         raise TypeError(f"{wanted}, got shape {shape}; make one with functitan.random.key(seed)")
     if len(shape) > 1 and not batched:
         raise TypeError(f"{wanted}, got a batch of keys of shape {shape}; map over it with torch.func.vmap")
-    return as_dtype(key, torch.int32)
+    return as_dtype(_replica(name, key), torch.int32)
+
+
+def _replica(name: str, x: Tensor) -> Tensor:
+    """What every rank holds of a replicated DTensor: keys and counts are the same everywhere, and so is what follows
+    from them, which is computed on plain tensors."""
+    if not is_distributed(x):
+        return x
+    if not all(placement.is_replicate() for placement in x.placements):
+        raise ValueError(f"{name}: a key and its data must be replicated over the mesh, got placements {x.placements}")
+    return x.to_local()
 
 
 def check_shape(name: str, shape: Sequence[int], *, what: str = "shape") -> tuple[int, ...]:

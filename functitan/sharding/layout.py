@@ -1,0 +1,72 @@
+"""The layout in force: the plan whose rules ``constrain`` and the operators follow, on this thread."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+from attrs import frozen
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from functitan.compiler.plan import Plan
+
+_state = threading.local()
+
+
+@frozen(eq=False)
+class Layout:
+    """A plan on its ranks.
+
+    Attributes:
+        plan: rules and mesh.
+        mesh: the DeviceMesh of the plan's axes that are larger than one.
+    """
+
+    plan: Plan
+    mesh: DeviceMesh
+
+    def placements(self, names: Sequence[str | None]) -> tuple:
+        """The DTensor placements of an activation whose dims have these logical names."""
+        from functitan.compiler.plan import placements
+
+        return placements(self.plan.rules.spec(names, self.plan.mesh), self.plan.mesh)
+
+    def is_data_axis(self, axis: str) -> bool:
+        """Whether an axis splits the batch or is the sequence's own: parameters split over it are only stored so."""
+        return axis == "cp" or axis in self.plan.rules.spec(("batch",), self.plan.mesh).axes
+
+
+def current() -> Layout | None:
+    """The layout in force on this thread; None where plain tensors are computed with."""
+    return getattr(_state, "layout", None)
+
+
+@contextmanager
+def use_plan(plan: Plan | None) -> Iterator[None]:
+    """Within it, on this thread, ``constrain`` and the operators lay DTensors out as the plan says.
+
+    :func:`functitan.jit` does it by itself for the plan that it is given; this is for running a function on a mesh as
+    it is written. Plain tensors inside count as replicated. With None, or a plan of one device, it does nothing.
+
+    Raises:
+        RuntimeError: there is no process group of the mesh's size.
+    """
+    if plan is None or plan.mesh.size == 1:
+        yield
+        return
+    from torch.distributed.tensor.experimental import implicit_replication
+
+    from functitan.compiler.mesh import device_mesh
+
+    before = current()
+    with ExitStack() as stack:
+        stack.enter_context(implicit_replication())
+        _state.layout = Layout(plan, device_mesh(plan.mesh))
+        try:
+            yield
+        finally:
+            _state.layout = before

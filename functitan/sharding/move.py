@@ -1,0 +1,186 @@
+"""DTensors and their local parts: the three ways between them, each with its gradient, and every collective's cause.
+
+An operator that says how it is split runs in three steps: :func:`to_local` brings each input to the placements that
+it wants, plain torch computes on what this rank holds, and :func:`from_local` says what the result is. Gradients go
+the same way back. All redistribution of functitan happens in :func:`move`, axis by axis and in an order of its own
+choosing, because the order decides how many bytes are sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+Placements = tuple[Placement, ...]
+
+
+def move(x: DTensor, target: Sequence[Placement]) -> DTensor:
+    """``x`` in other placements; no gradient passes (see :func:`redistribute`).
+
+    Sums are scattered before others are completed, and those before anything is gathered: every step sends the least.
+    """
+    target = tuple(target)
+    for step in _steps(x.placements, target):
+        x = x.redistribute(placements=step)
+    return x
+
+
+def _steps(source: Placements, target: Placements) -> list[Placements]:
+    """The placements on the way, one axis changed at a time."""
+    changed = [i for i, (a, b) in enumerate(zip(source, target)) if a != b]
+    if len(changed) < 2:
+        return [target] if changed else []
+    if _nests_differently(source, target, changed):
+        return [target]  # shards within shards change their order: DTensor knows how
+    # Outer shards are made before the inner ones that lie in them, and gathered after them.
+    kinds = [[i for i in changed if _kind(source[i], target[i]) == kind] for kind in range(4)]
+    order = [*kinds[0], *kinds[1], *kinds[2], *reversed(kinds[3])]
+    steps, now = [], list(source)
+    for i in order:
+        now[i] = target[i]
+        steps.append(tuple(now))
+    return steps
+
+
+def _kind(a: Placement, b: Placement) -> int:
+    if a.is_partial():
+        return 0 if b.is_shard() else 1
+    return 2 if a.is_replicate() else 3
+
+
+def _nests_differently(source: Placements, target: Placements, changed: list[int]) -> bool:
+    """Whether a dim is split over several axes of which some change: then the steps depend on one another."""
+    for placements in (source, target):
+        for i in changed:
+            dims = [p.dim for p in placements if p.is_shard()]
+            if placements[i].is_shard() and dims.count(placements[i].dim) > 1:
+                return True
+    return False
+
+
+def complete(placements: Sequence[Placement]) -> Placements:
+    """The same without partial sums: what was to be added is added, on every rank."""
+    return tuple(Replicate() if p.is_partial() else p for p in placements)
+
+
+class _Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(x: DTensor, target: Placements) -> DTensor:
+        return move(x, target) if x.placements != target else x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: DTensor) -> None:
+        ctx.source = inputs[0].placements
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[DTensor, None]:
+        return move(grad, complete(ctx.source)), None
+
+
+class _ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        x: DTensor, target: Placements, grad_target: Placements, dtype: torch.dtype, reduce_dtype: torch.dtype
+    ) -> Tensor:
+        if x.dtype != dtype:
+            x = x.to(dtype)
+        local = move(x, target).to_local()
+        return local.view_as(local)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, _, ctx.grad_target, _, ctx.reduce_dtype = inputs
+        ctx.source, ctx.mesh, ctx.shape, ctx.dtype = x.placements, x.device_mesh, x.shape, x.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[DTensor | None, None, None, None, None]:
+        total = _wrap(grad, ctx.mesh, ctx.grad_target, ctx.shape)
+        target = complete(ctx.source)
+        if any(p.is_partial() and not q.is_partial() for p, q in zip(ctx.grad_target, target)):
+            if total.dtype != ctx.reduce_dtype:
+                total = total.to(ctx.reduce_dtype)
+        total = move(total, target)
+        return total.to(ctx.dtype) if total.dtype != ctx.dtype else total, None, None, None, None
+
+
+class _FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+        return _wrap(local.view_as(local), mesh, placements, shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: DTensor) -> None:
+        ctx.placements = complete(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None, None]:
+        return move(grad, ctx.placements).to_local(), None, None, None
+
+
+def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def redistribute(x: DTensor, placements: Sequence[Placement]) -> DTensor:
+    """``x`` in other placements, differentiable."""
+    return _Redistribute.apply(x, tuple(placements))
+
+
+def to_local(
+    x: DTensor,
+    placements: Sequence[Placement],
+    grad_placements: Sequence[Placement] | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What this rank holds of ``x`` in the given placements, differentiable.
+
+    Args:
+        x: in any placements.
+        placements: what the local computation wants.
+        grad_placements: what the gradient of the result will be; None: as ``placements``. Where every rank uses the
+            same values for other data, the gradients are partial sums.
+        dtype: of the result; values are cast before they are sent. None: that of ``x``.
+        reduce_dtype: in which partial gradients are added up; None: that of ``x``.
+    """
+    grad = tuple(placements) if grad_placements is None else tuple(grad_placements)
+    return _ToLocal.apply(x, tuple(placements), grad, dtype or x.dtype, reduce_dtype or x.dtype)
+
+
+def from_local(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The DTensor of the whole ``shape`` of which every rank gives its part, differentiable."""
+    return _FromLocal.apply(local, mesh, tuple(placements), torch.Size(shape))
+
+
+def region_of(x: DTensor) -> tuple[tuple[int, int], ...]:
+    """``(start, size)`` in every dim of the part of ``x`` that this rank holds; partial sums count as whole."""
+    return region(x.shape, x.device_mesh, x.placements)
+
+
+def region(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement]
+) -> tuple[tuple[int, int], ...]:
+    """``(start, size)`` in every dim of what this rank holds of a tensor: chunks as torch.chunk makes them."""
+    starts, sizes = [0] * len(shape), list(shape)
+    for axis, placement in enumerate(placements):
+        if placement.is_shard():
+            dim, count, place = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
+            chunk = -(-sizes[dim] // count)
+            start = min(place * chunk, sizes[dim])
+            starts[dim], sizes[dim] = starts[dim] + start, min(chunk, sizes[dim] - start)
+    return tuple(zip(starts, sizes))
+
+
+__all__ = [
+    "DTensor", "Partial", "Placement", "Placements", "Replicate", "Shard", "complete", "from_local", "move",
+    "redistribute", "region", "region_of", "to_local",
+]  # fmt: skip
