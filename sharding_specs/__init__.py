@@ -9,6 +9,7 @@ from sharding_specs.mesh import STANDARD_AXES, MeshSpec
 from sharding_specs.param import DTYPE_BYTES, Param, param_bytes, param_count, param_leaves
 from sharding_specs.partition import P
 from sharding_specs.problem import Problem, SpecError
+from sharding_specs.region import region
 from sharding_specs.rules import PRESETS, STANDARD_NAMES, Rules
 from sharding_specs.stages import stage_layers
 
@@ -29,5 +30,6 @@ __all__ = [
     "param_bytes",
     "param_count",
     "param_leaves",
+    "region",
     "stage_layers",
 ]

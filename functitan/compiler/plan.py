@@ -237,16 +237,6 @@ def partition(placements: Sequence[Placement], mesh: MeshSpec, ndim: int) -> P:
     return P(*entries)
 
 
-def placements(spec: P, mesh: MeshSpec) -> tuple[Any, ...]:
-    """The torch DTensor placements of a layout: one for each axis of the mesh that is larger than one, in its order."""
-    from torch.distributed.tensor import Replicate, Shard
-
-    dims = {axis: dim for dim, entry in enumerate(spec) for axis in entry_axes(entry)}
-    return tuple(
-        Shard(dims[axis]) if axis in dims else Replicate() for axis, size in mesh.items() if size > 1
-    )
-
-
 def _readable(count: int) -> str:
     """Bytes with three digits or so and a binary unit: ``29.9 GiB``."""
     if count < 1024:
