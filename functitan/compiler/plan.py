@@ -11,7 +11,6 @@ from attrs import frozen
 from functitan import tree
 from sharding_specs import DTYPE_BYTES, BatchSpec, MeshSpec, P, Param, Rules, SpecError, check_leaves, region
 from sharding_specs.partition import entry_axes
-from sharding_specs.partition import entry_axes
 from sharding_specs.problem import did_you_mean
 
 if TYPE_CHECKING:
@@ -60,7 +59,7 @@ class Plan:
 
     @property
     def batch_spec(self) -> P:
-        """The layout of a batch's arrays [batch, seq]."""
+        """The layout of a batch's arrays [batch, seq]: that of the rows of the logits, which labels must match."""
         return self.rules.batch_spec(self.mesh)
 
     def placements(self, path: str) -> tuple[Placement, ...]:
@@ -89,11 +88,6 @@ class Plan:
     def local_shape(self, path: str, rank: int) -> tuple[int, ...]:
         """The shape of :meth:`region`: what this rank holds, where :meth:`shard_shape` is the most that one holds."""
         return tuple(size for _, size in self.region(path, rank))
-
-    @property
-    def batch_spec(self) -> P:
-        """The layout of a batch's arrays [batch, seq]: that of the rows of the logits, which labels must match."""
-        return P(*self.rules.spec(("batch", "seq", "vocab"), self.mesh)[:2])
 
     def shard_shape(self, path: str) -> tuple[int, ...]:
         """The largest shape that a rank holds of a parameter: of layers stacked over pp, that of the first stage."""
