@@ -74,7 +74,7 @@ def test_text_is_readable_and_complete():
     lines = dump(recipe("debug")).splitlines()
     assert lines[1] == "version: 1"
     assert [line for line in lines[2:] if not line.startswith((" ", "-"))] == [
-        "model:", "data:", "train:", "optim:", "mesh:", "jit:", "checkpoint:", "out: runs/debug", "seed: 0",
+        "model:", "data:", "train:", "optim:", "mesh:", "rules:", "jit:", "checkpoint:", "out: runs/debug", "seed: 0",
     ]  # fmt: skip
     assert "  learning_rate: 0.004" in lines
 
@@ -217,9 +217,13 @@ def test_mesh_order_is_outermost_first():
 # The command line -----------------------------------------------------------------------------------------------
 
 
+def parse_run(*args):
+    return options.parse_train(args).job.run
+
+
 def test_options_win_over_the_recipe():
     line = "small --train.steps 20 --model.n-layers 2 --mesh.fsdp -1 --data.path a b --out o"
-    config = options.parse_run(line.split())
+    config = parse_run(*line.split())
     base = recipe("small")
     assert config == attrs.evolve(
         base,
@@ -232,16 +236,16 @@ def test_options_win_over_the_recipe():
 
 
 def test_no_recipe_is_debug_and_a_recipe_may_come_last():
-    assert options.parse_run([]) == recipe("debug")
-    assert options.parse_run(["--seed", "3", "small"]) == attrs.evolve(recipe("small"), seed=3)
+    assert parse_run() == recipe("debug")
+    assert parse_run("--seed", "3", "small") == attrs.evolve(recipe("small"), seed=3)
 
 
 def test_a_file_runs_again_and_options_win_over_it(tmp_path):
     written = attrs.evolve(recipe("llama3-8b"), seed=11, optim=OptimConfig(name="lion"), train=TrainConfig(steps=7))
     path = tmp_path / "config.yaml"
     path.write_text(dump(written), encoding="utf-8")
-    assert options.parse_run(["--config", str(path)]) == written
-    assert options.parse_run(["--seed", "12", "--config", str(path)]) == attrs.evolve(written, seed=12)
+    assert parse_run("--config", str(path)) == written
+    assert parse_run("--seed", "12", "--config", str(path)) == attrs.evolve(written, seed=12)
 
 
 def status(*args):

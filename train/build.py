@@ -11,7 +11,7 @@ import torch
 import functitan as ft
 from functitan import optim, tree
 from models import llama
-from sharding_specs import PRESETS, SpecError
+from sharding_specs import SpecError
 from train.config import OptimConfig, RunConfig
 from train.config_text import ConfigError
 from train.step import Model
@@ -35,7 +35,7 @@ def build(config: RunConfig, devices: int = 1) -> Parts:
     """
     params = llama.declare(config.model)
     try:
-        plan = ft.compile_specs(params, PRESETS["all"], config.mesh.spec().resolve(devices))
+        plan = ft.compile_specs(params, config.rules.rules(), config.mesh.spec().resolve(devices))
     except SpecError as error:
         raise ConfigError([str(problem) for problem in error.problems]) from error
     schedule = build_schedule(config.optim, config.train.steps)

@@ -7,6 +7,7 @@ reported in a line, without a traceback; an exception that is no :class:`UserErr
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -83,38 +84,64 @@ def _say(kind: str, text: str) -> None:
 
 def _train(args: list[str]) -> int:
     from train import options
+    from train.config import unsupported, validate
 
-    config = options.parse_run(args)
-    options.raise_problems(config, options.world_size(os.environ))
+    parsed = options.parse_train(args)
+    config, ranks = parsed.job.run, options.world_size(os.environ)
+    if parsed.nproc is not None and ranks is not None:
+        raise ConfigError([f"--nproc: is {parsed.nproc}, but {ranks} ranks are started already (WORLD_SIZE): give one"])
+    if parsed.nproc is not None and parsed.nproc < 1:
+        raise ConfigError([f"--nproc: is {parsed.nproc}; give 1 or more"])
+    devices = parsed.nproc or ranks or 1
+    mesh = config.mesh.spec()
+    needed = math.prod(max(size, 1) for size in mesh.sizes)
+    if parsed.nproc is None and ranks is None and needed > 1:
+        more = f"mesh: {mesh.describe(mesh.axes)} needs {needed} ranks, and this is one process: add --nproc {needed}"
+        options.raise_problems([*validate(config, needed), more])
+    options.raise_problems(validate(config, devices))
+    options.raise_problems(unsupported(config, devices))
+    if devices > 1 and ranks is None:
+        from train.spawn import run_ranks
+
+        return run_ranks(["-m", "train", "train", *_without(args, ("--nproc",))], devices, config.train.timeout_s)
     from train import loop
+    from train.distributed import FailedElsewhere
 
-    return loop.run(config)
+    try:
+        return loop.run(config)
+    except FailedElsewhere as failed:  # it has said why
+        return failed.status
 
 
 def _check(args: list[str]) -> int:
     from train import options
+    from train.config import unsupported, validate
 
     parsed = options.parse_check(args)
     if parsed.devices is not None and parsed.devices < 1:
         raise ConfigError([f"--devices: is {parsed.devices}; give 1 or more"])
-    devices = parsed.devices or options.world_size(os.environ)
-    options.raise_problems(parsed.job.run, devices)
-    size = parsed.job.run.mesh.spec().resolve(devices).size if devices else 1
-    more = f"; it needs {size} devices, and this version trains on one" if size > 1 else ""
-    print(f"no problems found{more}")
+    config, devices = parsed.job.run, parsed.devices or options.world_size(os.environ)
+    options.raise_problems(validate(config, devices))
+    mesh = config.mesh.spec()
+    if devices is None and -1 not in mesh.sizes:
+        devices = mesh.size
+    print("no problems found" + (f"; it runs on {devices} ranks" if devices is not None and devices > 1 else ""))
+    for problem in unsupported(config, devices) if devices is not None else ():
+        _say("warning", f"train refuses it: {problem}")
     return 0
 
 
 def _launch(args: list[str]) -> int:
     from train import options
-    from train.config import validate
+    from train.config import unsupported, validate
 
     parsed = options.parse_launch(args)
-    options.raise_problems(parsed.job.run, devices=None)
+    options.raise_problems(validate(parsed.job.run))
     line = launch_command(_without(args, ("--nnodes", "--nproc")), os.environ, parsed.nnodes, parsed.nproc)
     nodes, processes = job_size(os.environ, parsed.nnodes, parsed.nproc)
     if processes is not None:
-        for problem in validate(parsed.job.run, nodes * processes):
+        problems = validate(parsed.job.run, nodes * processes) or unsupported(parsed.job.run, nodes * processes)
+        for problem in problems:
             _say("warning", problem)
     print(line)
     return 0

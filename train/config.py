@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import attrs
 import tyro
@@ -18,7 +18,8 @@ import sharding_specs
 from functitan.compiler import passes
 from models import llama
 from models.llama import LlamaConfig
-from sharding_specs import PRESETS, BatchSpec, MeshSpec
+from sharding_specs import PRESETS, STANDARD_NAMES, BatchSpec, MeshSpec, Rules
+from sharding_specs.rules import DATA_NAMES
 from train.checkpoint import CheckpointConfig
 from train.config_text import ConfigError, from_yaml, load_yaml, near, to_yaml
 from train.data.config import DataConfig, config_problems
@@ -48,10 +49,14 @@ class TrainConfig:
     """Batches in one evaluation."""
     log_every: int = 10
     """Steps between two printed lines and two lines of metrics.jsonl."""
-    remat: Literal["none", "full"] = "none"
-    """What backward computes anew instead of keeping: nothing, or each layer (a third more time, less memory)."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """What backward computes anew instead of keeping: nothing, in each layer what is cheap to compute, or each layer
+    (a third more time, least memory)."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in. Parameters, optimizer state and sums are float32 either way."""
+    timeout_s: int = 600
+    """Seconds that a rank waits for the others before the run ends as failed, and that ranks have to save after a
+    signal. More where one machine reads text or writes checkpoints much slower than another."""
 
 
 @frozen
@@ -105,6 +110,53 @@ class MeshConfig:
 
 
 @frozen
+class RulesConfig:
+    """Which mesh axes split which dims: a preset, and what is changed in it."""
+
+    preset: Literal["data", "tensor", "all"] = "all"
+    """data: parameters over fsdp only; tensor: also over tp; all: also layers over pp and experts over ep."""
+    batch: str | None = None
+    """Axes over which the samples of a batch are split, such as "dp,fsdp"; here as below "none" leaves the dim whole,
+    and None (nothing given) takes what the preset says."""
+    seq: str | None = None
+    """The sequence. "cp,tp" is sequence parallel beside tensor parallel; "cp" keeps it whole over tp."""
+    embed: str | None = None
+    """The width of the model."""
+    vocab: str | None = None
+    """The vocabulary, of the embedding and of the logits."""
+    heads: str | None = None
+    """The heads of queries."""
+    kv_heads: str | None = None
+    """The heads of keys and values."""
+    head_dim: str | None = None
+    """The width of a head."""
+    mlp: str | None = None
+    """The hidden units."""
+    layers: str | None = None
+    """The layers."""
+    experts: str | None = None
+    """The experts."""
+    uneven: tuple[str, ...] = ()
+    """Dims, by these names, that need not divide over their axes: some ranks then hold less of them than others."""
+
+    def rules(self) -> Rules:
+        """The preset with the changes. :func:`validate` says what is wrong with them; wrong ones are left out here."""
+        given = {name: getattr(self, name) for name in STANDARD_NAMES}
+        rules = PRESETS[self.preset].replace(**{name: _axes(text) for name, text in given.items() if text is not None})
+        return rules.allow_uneven(*(name for name in self.uneven if name in UNEVEN_NAMES))
+
+
+UNEVEN_NAMES = tuple(name for name in STANDARD_NAMES if name not in DATA_NAMES)
+"""Logical names that rules may allow to divide unevenly."""
+
+
+def _axes(text: str) -> tuple[str, ...]:
+    """``"fsdp,tp"`` -> ("fsdp", "tp"); ``"none"`` -> ()."""
+    axes = tuple(axis.strip() for axis in text.split(","))
+    return () if axes == ("none",) else axes
+
+
+@frozen
 class JitConfig:
     """How the step is compiled."""
 
@@ -130,6 +182,8 @@ class RunConfig:
     """The optimizer and its learning rate over time."""
     mesh: MeshConfig = attrs.field(factory=MeshConfig)
     """Devices along each axis of the mesh."""
+    rules: RulesConfig = attrs.field(factory=RulesConfig)
+    """Which mesh axes split which dims."""
     jit: JitConfig = attrs.field(factory=JitConfig)
     """How the step is compiled."""
     checkpoint: CheckpointConfig = attrs.field(factory=CheckpointConfig)
@@ -181,9 +235,34 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
         *_counts(config),
         *_optim(config.optim, config.train.steps),
         *_jit(config.jit),
+        *_rules(config.rules),
         *config_problems(config.data),
         *_layout(config, devices),
     ]
+
+
+RUNNABLE_AXES = ("dp", "fsdp", "tp")
+"""The axes that this version trains over; layouts over the others can be checked and explained."""
+
+
+def unsupported(config: RunConfig, devices: int) -> list[str]:
+    """What is right in a configuration that :func:`validate` finds no fault with, and cannot be trained yet."""
+    return [
+        f"mesh.{axis}: is {size}, but this version runs {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]}; cp, "
+        "pp and ep come later: give 1"
+        for axis, size in config.mesh.spec().resolve(devices).items()
+        if size > 1 and axis not in RUNNABLE_AXES
+    ]
+
+
+def flat(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Every field of a configuration by its whole name: ``{"model.dim": 128, …, "seed": 0}``."""
+    if not attrs.has(type(config)):
+        return {prefix: config}
+    found = {}
+    for part in attrs.fields(type(config)):
+        found |= flat(getattr(config, part.name), f"{prefix}.{part.name}" if prefix else part.name)
+    return found
 
 
 _INT32 = 2**31 - 1  # the optimizer's count, and sizes that a tensor can have
@@ -193,7 +272,7 @@ _LARGE = 1e30  # far above any sensible rate, and far enough below the largest f
 def _counts(config: RunConfig) -> list[str]:
     # batch_size, seq_len and accumulation are checked together with the mesh.
     train = config.train
-    lowest = {"steps": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1}
+    lowest = {"steps": 1, "eval_every": 0, "eval_batches": 1, "log_every": 1, "timeout_s": 1}
     problems = [
         f"train.{name}: is {getattr(train, name)}; give {low} to {_INT32}"
         for name, low in lowest.items()
@@ -250,6 +329,15 @@ def _jit(jit: JitConfig) -> list[str]:
     ]
 
 
+def _rules(rules: RulesConfig) -> list[str]:
+    # The axes are checked together with the mesh.
+    return [
+        f"rules.uneven: unknown name {name!r}{near(name, UNEVEN_NAMES)}"
+        for name in rules.uneven
+        if name not in UNEVEN_NAMES
+    ]
+
+
 def _layout(config: RunConfig, devices: int | None) -> list[str]:
     """The model, batch and sequence by themselves and against the mesh, and the mesh against the devices."""
     mesh, train = config.mesh.spec(), config.train
@@ -258,8 +346,9 @@ def _layout(config: RunConfig, devices: int | None) -> list[str]:
         devices = math.prod(size for size in mesh.sizes if size >= 1)
     broken = config.model.validate()
     params = {} if broken else llama.declare(config.model)
-    found = sharding_specs.check(params, PRESETS["all"], mesh, batch, devices)
+    found = sharding_specs.check(params, config.rules.rules(), mesh, batch, devices)
     options = {f"mesh/{axis}": f"mesh.{axis}" for axis in AXES}
+    options |= {f"rules/{name}": f"rules.{name}" for name in STANDARD_NAMES}
     options |= {"batch/size": "train.batch_size"}
     options |= {f"batch/{name}": f"train.{name}" for name in ("seq_len", "accumulation")}
     layout = [str(attrs.evolve(problem, path=options.get(problem.path, problem.path))) for problem in found]

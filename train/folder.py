@@ -6,9 +6,6 @@ import fcntl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-import attrs
 
 from train import config as configs
 from train.config import RunConfig
@@ -85,12 +82,12 @@ def _compare(before: RunConfig, now: RunConfig) -> list[str]:
     return [f"changed since the last run: {change}" for change in changes if not change.startswith("out")]
 
 
-def differences(a: Any, b: Any, prefix: str = "") -> list[str]:
+def differences(a: RunConfig, b: RunConfig) -> list[str]:
     """``name: old -> new`` of every field of two configurations in which they differ."""
-    if attrs.has(type(a)) and type(a) is type(b):
-        found = []
-        for field in attrs.fields(type(a)):
-            name = f"{prefix}.{field.name}" if prefix else field.name
-            found += differences(getattr(a, field.name), getattr(b, field.name), name)
-        return found
-    return [] if a == b else [f"{prefix}: {a} -> {b}"]
+    old, new = configs.flat(a), configs.flat(b)
+    # A part that one of them leaves out (None) has no fields there.
+    return [
+        f"{name}: {old.get(name)} -> {new.get(name)}"
+        for name in dict.fromkeys((*old, *new))
+        if old.get(name) != new.get(name)
+    ]

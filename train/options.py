@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from train.config import RunConfig
 from train.config_text import ConfigError
 from train.errors import UserError
 
-T = TypeVar("T")
+T = TypeVar("T", bound="TrainOptions | CheckOptions | LaunchOptions")
 RecipeName = Literal[tuple(recipes.RECIPES)]  # type: ignore[valid-type]
 
 
@@ -30,6 +30,15 @@ class RunOptions:
     """Where the values come from that no option gives."""
     config: Path | None = None
     """A file of complete configuration, such as config.yaml of a run's folder, in place of a recipe."""
+
+
+@frozen
+class TrainOptions:
+    """A run, and on how many ranks."""
+
+    job: Annotated[RunOptions, tyro.conf.arg(name="")]
+    nproc: int | None = None
+    """Ranks to start on this machine, one a device. None: this process alone, or what torchrun has started."""
 
 
 @frozen
@@ -52,31 +61,29 @@ class LaunchOptions:
     """Processes on each machine, one a device. None: the GPUs that Slurm gave each node, or all that torchrun finds."""
 
 
-def parse_run(args: Sequence[str], prog: str = "functitan train") -> RunConfig:
-    """The configuration that ``[RECIPE] [--config FILE] [OPTIONS]`` describes. Options win over the file or recipe.
+def parse_train(args: Sequence[str]) -> TrainOptions:
+    """What ``[RECIPE] [--config FILE] [OPTIONS]`` describes. Options win over the file or recipe.
 
     Raises:
         ConfigError: a file that cannot be read or holds no configuration, a recipe beside a file, an illegal value.
         SystemExit: from tyro, after help (status 0) or an option or value that it refuses (status 2).
     """
-    return _parse(RunOptions, args, prog, "Train a language model. Run the same command again to go on.", _same).run
+    return _parse(TrainOptions, args, "functitan train", "Train a language model. Run the same command again to go on.")
 
 
 def parse_check(args: Sequence[str]) -> CheckOptions:
-    """As :func:`parse_run`, for ``functitan check``."""
-    text = "Say everything that is wrong with a run. Runs nothing."
-    return _parse(CheckOptions, args, "functitan check", text, _job)
+    """As :func:`parse_train`, for ``functitan check``."""
+    return _parse(CheckOptions, args, "functitan check", "Say everything that is wrong with a run. Runs nothing.")
 
 
 def parse_launch(args: Sequence[str]) -> LaunchOptions:
-    """As :func:`parse_run`, for ``functitan launch``."""
+    """As :func:`parse_train`, for ``functitan launch``."""
     text = "Print the line that starts a run on every device of this machine or Slurm allocation. Starts nothing."
-    return _parse(LaunchOptions, args, "functitan launch", text, _job)
+    return _parse(LaunchOptions, args, "functitan launch", text)
 
 
-def raise_problems(config: RunConfig, devices: int | None) -> None:
-    """Raises a :class:`ConfigError` with everything that :func:`train.config.validate` finds wrong, if anything."""
-    problems = configs.validate(config, devices)
+def raise_problems(problems: Sequence[str]) -> None:
+    """Raises a :class:`ConfigError` with the problems, if there are any."""
     if problems:
         raise ConfigError(problems)
 
@@ -100,23 +107,15 @@ def speaks_for_node(env: Mapping[str, str]) -> bool:
     return env.get("LOCAL_RANK", "0") == "0"
 
 
-def _same(options: RunOptions) -> RunOptions:
-    return options
-
-
-def _job(options: CheckOptions | LaunchOptions) -> RunOptions:
-    return options.job
-
-
-def _parse(cls: type[T], args: Sequence[str], prog: str, text: str, job: Callable[[T], RunOptions]) -> T:
+def _parse(cls: type[T], args: Sequence[str], prog: str, text: str) -> T:
     """Parses twice where need be: options are laid over a base, and the base is itself named by the arguments.
 
     A first word that is no option is the recipe, so that ``functitan train small --help`` shows that one's values.
     Where tyro then reads another base (``--config``, a recipe after the options), its answer decides.
     """
     recipe = args[0] if args and not args[0].startswith("-") else recipes.DEFAULT
-    options = _tyro(cls, args, prog, text, _base(cls, RunOptions(recipes.recipe(recipe), recipe)))
-    read = job(options)
+    options = _tyro(cls, args, prog, text, cls(RunOptions(recipes.recipe(recipe), recipe)))
+    read = options.job
     if read.config is not None and (read.recipe != recipes.DEFAULT or read.recipe in args[:1]):
         raise ConfigError([f"give the recipe {read.recipe} or --config {read.config}, not both: each is complete"])
     if read.config is not None:
@@ -125,11 +124,7 @@ def _parse(cls: type[T], args: Sequence[str], prog: str, text: str, job: Callabl
         run = recipes.recipe(read.recipe)
     else:
         return options
-    return _tyro(cls, args, prog, text, _base(cls, attrs.evolve(read, run=run)))
-
-
-def _base(cls: type[T], run: RunOptions) -> T:
-    return run if cls is RunOptions else cls(run)
+    return _tyro(cls, args, prog, text, cls(attrs.evolve(read, run=run)))
 
 
 def _tyro(cls: type[T], args: Sequence[str], prog: str, text: str, default: T) -> T:
