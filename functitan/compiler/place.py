@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from functitan import init, random, tree
+from functitan._torch import is_distributed
 from functitan.compiler.mesh import device_mesh
 from functitan.compiler.plan import Plan, placements
 from functitan.optim import GradientTransformation
@@ -121,13 +122,11 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def gather(x: Any) -> Any:
-    """A tree with every DTensor in it gathered whole on every rank; other leaves as they are.
+    """A tree with every DTensor in it gathered whole on every rank, in memory of its own; other leaves as they are.
 
     For tests and small models: a rank has to hold all of it. Every rank must call it.
     """
-    from functitan._torch import is_distributed
-
-    return tree.map(lambda leaf: leaf.full_tensor() if is_distributed(leaf) else leaf, x)
+    return tree.map(lambda leaf: leaf.detach().full_tensor().clone() if is_distributed(leaf) else leaf, x)
 
 
 def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Tensor]) -> Any:

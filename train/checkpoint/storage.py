@@ -1,4 +1,7 @@
-"""One checkpoint folder: writing it durably, checking it, reading it without running code from it."""
+"""One checkpoint folder: writing it durably, checking it, reading it without running code from it.
+
+Functions that take ``ranks`` are collectives: every rank calls them, and all of them return or all raise.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +20,14 @@ import attrs
 import cattrs
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
 from functitan import tree
+from train.checkpoint.pieces import PieceSavePlanner
+from train.checkpoint.ranks import RankFailed, Ranks, os_error_of, portable
 from train.errors import UserError
 
 FORMAT = 1
@@ -62,21 +70,47 @@ class Damaged(Exception):
     """A folder that is named as complete and is not; the text says what is wrong with it."""
 
 
-def write(folder: Path, step: int, tensors: dict[str, torch.Tensor]) -> None:
-    """Writes a checkpoint into the new ``folder``; on return all of it is on the disk, its own name aside."""
-    folder.mkdir()
+def write(folder: Path, step: int, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+    """Writes a checkpoint into the new ``folder``; on return all of it is on the disk, its own name aside.
+
+    Every rank writes its own shards of DTensors, and a part of what is replicated.
+    """
+    ranks.first(folder.mkdir)
     _silence_single_process_warning()
-    # flatten_state_dict is for nested trees; for this flat one it would only add a second table of names.
-    planner = dcp.DefaultSavePlanner(flatten_state_dict=False)
-    dcp.save(tensors, storage_writer=_Writer(folder, sync_files=True), planner=planner, no_dist=True)
+    writer, planner = _Writer(folder, ranks), PieceSavePlanner()
+    try:
+        with ranks.reaching():
+            index = dcp.save(
+                tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone
+            )
+    except dcp.CheckpointException as error:
+        if ranks.alone:
+            raise
+        raise RankFailed({rank: portable(failure) for rank, (failure, _) in error.failures.items()}) from error
+    files = {name: info for own in ranks.each(lambda: _own_files(folder, ranks)) for name, info in own.items()}
     metadata = Metadata(
         format=FORMAT,
         step=step,
         functitan=_own_version(),
         torch=torch.__version__,
-        tensors={path: _info(tensor) for path, tensor in tensors.items()},
-        files={file.name: FileInfo(file.stat().st_size, _crc32(file)) for file in sorted(folder.iterdir())},
+        tensors={path: TensorInfo(tuple(t.size), _dtype_name(t.properties.dtype)) for path, t in _entries(index)},
+        files=files,
     )
+    ranks.first(lambda: _complete(folder, metadata))
+
+
+def _own_files(folder: Path, ranks: Ranks) -> dict[str, FileInfo]:
+    """Of the files that this rank wrote; the index is rank 0's."""
+    own = sorted(folder.glob(f"__{ranks.rank}_*"))
+    if ranks.rank == 0:
+        own.append(folder / _INDEX)
+    return {file.name: FileInfo(file.stat().st_size, _crc32(file)) for file in own}
+
+
+def _complete(folder: Path, metadata: Metadata) -> None:
+    for name, info in metadata.files.items():
+        if (folder / name).stat().st_size != info.bytes:
+            raise OSError(f"{name} has {(folder / name).stat().st_size:,} bytes and its rank wrote {info.bytes:,}")
     with (folder / _METADATA).open("w", encoding="utf-8") as file:
         json.dump(cattrs.unstructure(metadata), file, indent=1)
         file.flush()
@@ -154,9 +188,9 @@ def check_fit(path: Path, metadata: Metadata, wanted: dict[str, Any], subset: bo
         )
 
 
-def verify(path: Path, metadata: Metadata) -> None:
-    """Reads every byte once to compare the checksums; Damaged if one differs."""
-    for name in metadata.files:
+def verify(path: Path, metadata: Metadata, ranks: Ranks) -> None:
+    """Reads every byte once, a part of the files on each rank, to compare the checksums; Damaged if one differs."""
+    for name in sorted(metadata.files)[ranks.rank :: ranks.size]:
         _verify_file(path, name, metadata)
 
 
@@ -209,10 +243,26 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Leaves DCP's storage_meta out of the index: it holds the path of the temporary folder."""
+    """DCP's writer, for a folder that is there already."""
+
+    def __init__(self, path: Path, ranks: Ranks) -> None:
+        super().__init__(path, sync_files=True)
+        self._ranks = ranks
 
     def storage_meta(self) -> None:
-        return None
+        return None  # DCP's holds the path of the temporary folder
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan  # DCP's makes the folder: a rank that does not see rank 0's would write into another one
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        try:
+            return super().write_data(plan, planner)
+        except Exception as error:
+            if self._ranks.alone:
+                raise
+            # DCP sends it to the other ranks, where the pickle of an exception has lost its cause.
+            raise portable(error) from error
 
 
 class _Reader(dcp.FileSystemReader):
@@ -244,6 +294,8 @@ def named_tensors(state: Any) -> dict[str, torch.Tensor]:
     for path, leaf in named.items():
         if not isinstance(leaf, torch.Tensor):
             raise TypeError(f"{path or 'the state'} is a {type(leaf).__name__}; a checkpoint holds tensors only")
+        if isinstance(leaf, DTensor) and any(placement.is_partial() for placement in leaf.placements):
+            raise ValueError(f"{path or 'the state'} has placements {leaf.placements}: redistribute what is Partial")
     return named
 
 
@@ -257,7 +309,11 @@ def _info(leaf: Any) -> TensorInfo:
 
 def _empty(leaf: Any, device: torch.device | str | None) -> torch.Tensor:
     if isinstance(leaf, DTensor):
-        return torch.empty_like(leaf, device=leaf.device_mesh.device_type)
+        mesh, dtype = leaf.device_mesh, leaf.dtype
+        with torch.no_grad():
+            local = torch.empty(leaf.to_local().shape, dtype=dtype, device=mesh.device_type)
+        shape, stride = leaf.shape, torch.empty(leaf.shape, dtype=dtype, device="meta").stride()
+        return DTensor.from_local(local, mesh, leaf.placements, run_check=False, shape=shape, stride=stride)
     own = getattr(leaf, "device", None)
     if device is None and isinstance(own, torch.device) and own.type != "meta":
         device = own
@@ -289,16 +345,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def causes(error: BaseException) -> tuple[BaseException, OSError | None]:
-    """The error inside DCP's wrapper, and the operating system's error that led to it.
-
-    torch.save covers the OSError of a failed write with a RuntimeError about file positions.
-    """
+    """The error inside DCP's wrapper, and the operating system's error that led to it."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    link: BaseException | None = error
-    while link is not None and not isinstance(link, OSError):
-        link = link.__cause__ or link.__context__
-    return error, link
+    return error, os_error_of(error)
 
 
 def os_error_text(error: OSError) -> str:
