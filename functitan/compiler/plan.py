@@ -115,6 +115,27 @@ class Plan:
         """
         return sum(self._shard_bytes(param, self.specs[path]) for path, param in tree.leaves_with_path(self.params))
 
+    def to_json(self) -> str:
+        """The plan as JSON text, one parameter a line; ``Plan.from_json`` reads it: see functitan.compiler.plan_json.
+
+        Raises:
+          ValueError: a tree node or an initialiser is code and no data; the message has its path.
+        """
+        from functitan.compiler import plan_json  # which imports this module
+
+        return plan_json.to_json(self)
+
+    @staticmethod
+    def from_json(text: str) -> Plan:
+        """The plan of a text that :meth:`to_json` made. Never runs code from it.
+
+        Raises:
+          ValueError: the text is malformed, of another version, or a plan that cannot work.
+        """
+        from functitan.compiler import plan_json
+
+        return plan_json.from_json(text)
+
     def _known(self, path: str) -> str:
         if path not in self.specs:
             hint = did_you_mean(path, self.specs) or f"the paths are {', '.join(self.specs) or '(none)'}"
