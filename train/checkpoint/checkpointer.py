@@ -94,23 +94,23 @@ class Checkpointer:
             self._writers.each(lambda: self._try_folder(probe))
         finally:
             if self._writers.rank == 0:
-                probe.unlink(missing_ok=True)
+                (self.folder / probe).unlink(missing_ok=True)
 
-    def _make_probe(self) -> Path:
+    def _make_probe(self) -> str:
         """Hours of training should not end at the first save: whether files can be made is known only by trying."""
-        probe = self.folder / f".probe-{uuid.uuid4().hex[:12]}"
+        probe = f".probe-{uuid.uuid4().hex[:12]}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            probe.touch()
+            (self.folder / probe).touch()
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {self.folder}: {os_error_text(error)}") from error
         return probe
 
-    def _try_folder(self, probe: Path) -> None:
-        if not probe.exists():
+    def _try_folder(self, probe: str) -> None:
+        if not (self.folder / probe).exists():
             raise UserError(
-                f"cannot write checkpoints to {self.folder}: what rank 0 writes there is not seen by all ranks; use a "
-                "folder on a file system that all machines share (--out)"
+                f"cannot write checkpoints to {self.folder}: what rank 0 writes there is not seen here; use a folder "
+                "on a file system that all machines share (--out), under the same name on all"
             )
         try:
             tempfile.TemporaryFile(dir=self.folder).close()
@@ -199,7 +199,9 @@ class Checkpointer:
         temporary = None
         try:
             self._begin(step)
-            temporary = ranks.first(lambda: self._clear_leftovers(_renamed(final, "tmp")))
+            ranks.first(self._clear_leftovers)
+            # The name has a random part, so that one rank must give it to all.
+            temporary = self.folder / ranks.first(lambda: _renamed(final, "tmp").name)
             storage.write(temporary, step, tensors, ranks)
             ranks.first(lambda: _publish(temporary, final))
         except (Exception, dcp.CheckpointException) as error:
@@ -229,15 +231,13 @@ class Checkpointer:
             f"the checkpoint of step {step} ({size:.3g} GB) could not be saved to {self.folder}{where}: {reason}{kept}"
         ) from error
 
-    def _clear_leftovers(self, temporary: Path) -> Path:
-        """Returns ``temporary``: its name has a random part, so that one rank makes it for all."""
+    def _clear_leftovers(self) -> None:
         for step, kind, path in _scan(self.folder):
             final = path_of(self.folder, step)
             if kind == "old" and not final.exists():
                 path.rename(final)
             elif kind:
                 _remove(path)
-        return temporary
 
     def _prune(self, step: int) -> None:
         # Only whole ones count towards `keep`, so that a damaged one never displaces one that can be loaded; and
