@@ -13,8 +13,10 @@ from functitan import init, nn, optim, random, tree
 from functitan.compiler.capture import CaptureError
 from functitan.compiler.donation import DonatedError
 from functitan.compiler.jit import disable_jit, jit
-from functitan.compiler.place import abstract_state, init_params, init_state
+from functitan.compiler.mesh import device_mesh
+from functitan.compiler.place import abstract_batch, abstract_state, gather, init_params, init_state, shard_batch
 from functitan.compiler.plan import Plan, compile_specs
+from functitan.sharding.layout import use_plan
 from functitan.state import TrainState
 from functitan.transforms import constrain, grad, jvp, remat, scan, value_and_grad, vjp, vmap
 
@@ -23,10 +25,13 @@ __all__ = [
     "DonatedError",
     "Plan",
     "TrainState",
+    "abstract_batch",
     "abstract_state",
     "compile_specs",
     "constrain",
+    "device_mesh",
     "disable_jit",
+    "gather",
     "grad",
     "init",
     "init_params",
@@ -38,7 +43,9 @@ __all__ = [
     "random",
     "remat",
     "scan",
+    "shard_batch",
     "tree",
+    "use_plan",
     "value_and_grad",
     "vjp",
     "vmap",

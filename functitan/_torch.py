@@ -15,7 +15,12 @@ import torch.fx.traceback as fx_traceback
 from torch import Tensor
 from torch._C import _functorch
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -23,6 +28,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 __all__ = [
     "DATA_DEPENDENT",
     "OpOverload",
+    "fakes_like",
     "inside_transform",
     "is_distributed",
     "is_distributed_type",
@@ -69,6 +75,15 @@ def is_distributed_type(kind: type) -> bool:
 def is_fake(x: Tensor) -> bool:
     """True for a tensor without values, as tracing hands them out; False for one from outside."""
     return isinstance(x, FakeTensor)
+
+
+def fakes_like(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors without values, of the shapes, strides and dtypes of others; what is on the meta device is on the CPU."""
+    with FakeTensorMode():
+        return [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.is_meta else x.device)
+            for x in tensors
+        ]
 
 
 def storage_id(x: Tensor) -> int:

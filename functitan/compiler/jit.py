@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from functitan import tree
-from functitan._torch import inside_transform
+from functitan._torch import fakes_like, inside_transform
 from functitan.compiler import boundary, donation, passes
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
@@ -159,6 +159,20 @@ class JitFunction:
         with torch.no_grad():
             return captured.pack(captured.run(inputs))
 
+    def lower(self, *args: Any, **kwargs: Any) -> Captured:
+        """The graph for these arguments, without running it or keeping it: as ``jax.jit(f).lower``.
+
+        Args:
+            args: as in a call; tensors may be on the meta device (``abstract_state``, ``abstract_batch``), and then
+                stand for ones on the CPU.
+
+        Raises:
+            CaptureError: as in a call.
+        """
+        arguments = self._bind(args, kwargs)
+        leaves, treedef = tree.flatten(arguments)
+        return self._captured(arguments, leaves, treedef, "lowered")
+
     def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
         with use_plan(self.plan):
             return self.fun(*args, **kwargs)
@@ -195,7 +209,15 @@ class JitFunction:
         )
 
     def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: _Key) -> Captured:
-        reason = self._reason(arguments, key)
+        captured = self._captured(arguments, leaves, treedef, self._reason(arguments, key))
+        level = logging.INFO if not self._cache else logging.WARNING
+        log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, captured.reason)
+        if len(self._cache) + 1 == _MANY_CAPTURES:
+            log.warning("%s has been captured %d times; pass what changes as a tensor", self.name, _MANY_CAPTURES)
+        self._last_key = key
+        return captured
+
+    def _captured(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, reason: str) -> Captured:
         started = time.perf_counter()
         traced = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         specs = [boundary.spec_of(leaves[i]) for i in traced]
@@ -213,6 +235,8 @@ class JitFunction:
             return [boundary.local(x) for x in tensors]
 
         inputs = [boundary.local(leaves[i]) for i in traced]
+        if any(x.is_meta for x in inputs):
+            inputs = fakes_like(inputs)
         graph = capture(flat_fun, inputs, self.name)
         needs_grad = graph.meta["needs_grad"]
         paths = [path for path, _ in tree.leaves_with_path(arguments)]
@@ -227,13 +251,7 @@ class JitFunction:
         out_def, statics, out_specs = result[0]
         seconds = time.perf_counter() - started
         pack = _packer(out_def, statics, out_specs)
-        captured = Captured(graph, source, reason, seconds, donated, needs_grad, run, pack)
-        level = logging.INFO if not self._cache else logging.WARNING
-        log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, reason)
-        if len(self._cache) + 1 == _MANY_CAPTURES:
-            log.warning("%s has been captured %d times; pass what changes as a tensor", self.name, _MANY_CAPTURES)
-        self._last_key = key
-        return captured
+        return Captured(graph, source, reason, seconds, donated, needs_grad, run, pack)
 
     def _call_bound(self, arguments: dict[str, Any]) -> Any:
         bound = inspect.BoundArguments(self.signature, arguments)

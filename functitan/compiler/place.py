@@ -6,7 +6,7 @@ global index, so the whole is bit-equal on every mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -119,6 +119,13 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layout = placements(P(plan.batch_spec[0]), plan.mesh)
     count = plan.mesh.shards(plan.batch_spec[0])
     return {name: from_local(x, mesh, layout, (x.shape[0] * count, *x.shape[1:])) for name, x in rows.items()}
+
+
+def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: int) -> dict[str, Tensor]:
+    """A batch without values, on the meta device: int64 [batch, seq] under each name, as :func:`shard_batch` lays it."""
+    rows = batch_size // plan.mesh.shards(plan.batch_spec[0])
+    with torch.device("meta"):
+        return shard_batch(plan, {name: torch.empty(rows, seq_len, dtype=torch.int64) for name in names})
 
 
 def gather(x: Any) -> Any:
