@@ -289,19 +289,20 @@ def _sequence(
     The balanced causal ring needs two equal chunks on each rank of cp. A rank's two chunks may then be split further
     over tp (sequence parallelism) wherever their sum divides.
     """
-    context = mesh.get("cp", 1) if "cp" in entry_axes(over_seq) else 1
-    shards = mesh.shards(over_seq)
-    reasons = [f"split over {mesh.describe(over_seq)}"] if shards > 1 else []
-    if causal_balanced and context > 1:
-        shards = math.lcm(2 * context, shards)
-        reasons = [f"2 chunks on each rank of {mesh.describe(over_seq)}, for the balanced causal ring"]
-    divisor = math.lcm(shards, mesh.shards(between_layers))
-    if divisor > shards:
-        reasons.append(f"split over {mesh.describe(between_layers)} between layers")
+    of_tokens = [(mesh.shards(over_seq), f"split over {mesh.describe(over_seq)}")]
+    if causal_balanced and "cp" in entry_axes(over_seq) and mesh["cp"] > 1:
+        why = f"2 chunks on each rank of {mesh.describe('cp')}, for the balanced causal ring"
+        of_tokens.insert(0, (2 * mesh["cp"], why))
+    divisor, reasons = 1, []
+    of_activations = (mesh.shards(between_layers), f"split over {mesh.describe(between_layers)} between layers")
+    for need, why in (*of_tokens, of_activations):
+        if divisor % need:
+            divisor, reasons = math.lcm(divisor, need), [*reasons, why]
     if seq_len % divisor == 0:
         return []
-    # The tokens divide, so that sequence parallelism alone is what does not.
-    hint = 'or leave sequence parallelism: rules.replace(seq="cp")' if seq_len % shards == 0 else ""
+    # Where the tokens divide, sequence parallelism alone is what does not.
+    alone = all(seq_len % need == 0 for need, _ in of_tokens)
+    hint = 'or leave sequence parallelism: rules.replace(seq="cp")' if alone else ""
     message = f"seq={seq_len} is not divisible by {divisor} ({'; '.join(reasons)})"
     return [Problem("batch/seq_len", message, "seq", _nearest(seq_len, divisor), hint)]
 

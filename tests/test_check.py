@@ -317,6 +317,11 @@ class TestBatch:
         rules = Rules(seq=("cp", "tp"), embed="tp", vocab="tp")
         assert check({}, rules, MeshSpec(tp=4), BatchSpec(1, 6)) == []
         assert only(check({}, rules.replace(vocab=None), MeshSpec(tp=4), BatchSpec(1, 6))).legal == (4, 8)
+        problem = only(check({}, rules.replace(vocab=None), MeshSpec(cp=2, tp=3), BatchSpec(1, 8)))
+        assert problem.message == (
+            "seq=8 is not divisible by 12 (2 chunks on each rank of cp=2, for the balanced causal ring; "
+            "split over cp=2 x tp=3)"
+        )
 
     @no_deadline
     @given(st.integers(1, 64), st.integers(1, 4), st.integers(1, 6), st.integers(1, 6))
