@@ -105,7 +105,7 @@ class Param:
         return sum(name != "layers" for name in self.names) >= 2
 
 
-def walk(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk(tree: Any, prefix: str | None = None) -> Iterator[tuple[str, Any]]:
     """``(path, leaf)`` pairs of a tree of dicts, lists, tuples and None. Dict keys are sorted, as in JAX.
 
     Whatever is none of these is a leaf. None is no leaf. A path is joined by slashes: ``layers/wq``, ``blocks/0/wq``.
@@ -118,10 +118,10 @@ def walk(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     elif isinstance(tree, (list, tuple)):
         children = list(zip(getattr(tree, "_fields", range(len(tree))), tree))
     else:
-        yield prefix, tree
+        yield prefix or "", tree
         return
     for key, child in children:
-        yield from walk(child, f"{prefix}/{key}" if prefix else str(key))
+        yield from walk(child, str(key) if prefix is None else f"{prefix}/{key}")
 
 
 def param_leaves(tree: Any) -> list[tuple[str, Param]]:

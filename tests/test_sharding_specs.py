@@ -268,8 +268,9 @@ class TestParam:
     def test_paths_are_those_of_functitan(self):
         functitan_tree = pytest.importorskip("functitan.tree")
         param = Param((1,), ("embed",), zeros)
-        tree = {"b": [param, {"z": param, "a": (param, None)}], "a": param, "c": None}
+        tree = {"b": [param, {"z": param, "a": (param, None)}], "a": param, "c": None, "": {"": param, "d": param}}
         assert functitan_tree.leaves_with_path(tree) == param_leaves(tree)
+        assert functitan_tree.leaves_with_path(param) == param_leaves(param)
 
     def test_another_leaf_is_named_by_its_path(self):
         with pytest.raises(TypeError, match=r"layers/1 is a float, not a Param"):

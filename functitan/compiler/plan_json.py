@@ -35,6 +35,9 @@ _VERSION_KEY = "functitan_plan"
 _KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "params")
 _PARAM_KEYS = ("shape", "names", "init", "dtype", "decay", "layout")
 
+Path = tuple[str, ...]
+"""The keys from the root of the tree to a node."""
+
 _INITIALISERS: Mapping[str, type] = {
     "constant": type(init.zeros()),
     "normal": type(init.normal()),
@@ -56,7 +59,7 @@ def to_json(plan: Plan) -> str:
         "mesh": json.dumps(dict(plan.mesh)),
         "rules": json.dumps(dict(plan.rules)),
         "uneven": json.dumps(sorted(plan.rules.uneven)),
-        "params": _write(plan.params, "", "  ", plan),
+        "params": _write(plan.params, (), "  ", plan),
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {value}" for key, value in body.items())
     return f"{{\n{lines}\n}}\n"
@@ -87,7 +90,7 @@ def _plan(whole: dict[str, Any]) -> Plan:
     uneven = [_is(name, str, "uneven") for name in _is(whole["uneven"], list, "uneven")]
     rules = _built("uneven", lambda: rules.allow_uneven(*uneven))
     layouts: dict[str, Any] = {}
-    plan = compile_specs(_read(whole["params"], "", layouts), rules, mesh, activations=tuple(rules))
+    plan = compile_specs(_read(whole["params"], (), layouts), rules, mesh, activations=tuple(rules))
     for path, layout in layouts.items():
         expected = _jsonable(plan.spec(path))
         if layout != expected:
@@ -98,7 +101,7 @@ def _plan(whole: dict[str, Any]) -> Plan:
     return plan
 
 
-def _write(node: Any, path: str, indent: str, plan: Plan) -> str:
+def _write(node: Any, path: Path, indent: str, plan: Plan) -> str:
     """The text of a subtree; its first line is not indented."""
     if node is None:
         return "null"
@@ -111,19 +114,19 @@ def _write(node: Any, path: str, indent: str, plan: Plan) -> str:
     if type(node) is dict:
         for key in node:
             if not isinstance(key, str):
-                raise ValueError(f"{path or 'params'}: key {key!r} is no string; JSON has no other keys")
+                raise ValueError(f"{_where(path)}: key {key!r} is no string; JSON has no other keys")
         children = [
             f"{json.dumps('$' + key if key.startswith('$') else key)}: "
-            f"{_write(node[key], _join(path, key), inner, plan)}"
+            f"{_write(node[key], (*path, key), inner, plan)}"
             for key in sorted(node)
         ]
         opening, closing = "{", "}"
     elif type(node) is list:
-        children = [_write(child, _join(path, index), inner, plan) for index, child in enumerate(node)]
+        children = [_write(child, (*path, str(index)), inner, plan) for index, child in enumerate(node)]
         opening, closing = "[", "]"
     else:
         raise ValueError(
-            f"{path or 'params'}: is a {type(node).__qualname__}, and JSON holds trees of dicts, lists, tuples, None "
+            f"{_where(path)}: is a {type(node).__qualname__}, and JSON holds trees of dicts, lists, tuples, None "
             "and Param; declare it so, or keep the config that declares it together with plan.rules and plan.mesh"
         )
     if not children:
@@ -132,24 +135,24 @@ def _write(node: Any, path: str, indent: str, plan: Plan) -> str:
     return f"{opening}\n{lines}\n{indent}{closing}"
 
 
-def _param_fields(param: Param, path: str, plan: Plan) -> dict[str, Any]:
+def _param_fields(param: Param, path: Path, plan: Plan) -> dict[str, Any]:
     return {
         "shape": list(param.shape),
         "names": list(param.names),
         "init": _init_fields(param.init, path),
         "dtype": param.dtype,
         "decay": param.decay,
-        "layout": _jsonable(plan.spec(path)),
+        "layout": _jsonable(plan.spec("/".join(path))),
     }
 
 
-def _init_fields(initialiser: Any, path: str) -> dict[str, Any]:
+def _init_fields(initialiser: Any, path: Path) -> dict[str, Any]:
     for name, cls in _INITIALISERS.items():
         if type(initialiser) is cls:
             fields = attrs.asdict(initialiser, recurse=False)
             return {name: {key: _jsonable(value) for key, value in fields.items()}}
     raise ValueError(
-        f"{path or 'params'}: its initialiser {initialiser!r} is code, and JSON holds data; use one of functitan.init "
+        f"{_where(path)}: its initialiser {initialiser!r} is code, and JSON holds data; use one of functitan.init "
         f"({', '.join(_INITIALISERS)}), or keep the config that declares it together with plan.rules and plan.mesh"
     )
 
@@ -179,24 +182,24 @@ def _parse(text: str) -> Any:
         raise ValueError(f"the plan is no readable JSON: {error}") from None
 
 
-def _read(node: Any, path: str, layouts: dict[str, Any]) -> Any:
+def _read(node: Any, path: Path, layouts: dict[str, Any]) -> Any:
     """The tree of a node; the layouts that the text gives are put into ``layouts``, by path."""
     if node is None:
         return None
     if isinstance(node, list):
-        return [_read(child, _join(path, index), layouts) for index, child in enumerate(node)]
-    where = path or "params"
+        return [_read(child, (*path, str(index)), layouts) for index, child in enumerate(node)]
+    where = _where(path)
     if not isinstance(node, dict):
         raise ValueError(f"{where}: is {_shown(node)}; legal are an object, an array and null")
     tags = [key for key in node if key.startswith("$") and not key.startswith("$$")]
     if not tags:
         plain = {key.removeprefix("$"): child for key, child in node.items()}
-        return {key: _read(child, _join(path, key), layouts) for key, child in plain.items()}
+        return {key: _read(child, (*path, key), layouts) for key, child in plain.items()}
     if tags == ["$tuple"] and len(node) == 1:
         return tuple(_read(_is(node["$tuple"], list, where), path, layouts))
     if tags == ["$param"] and len(node) == 1:
         fields = dict(_object(node["$param"], where, _PARAM_KEYS))
-        layouts[path] = fields.pop("layout")
+        layouts["/".join(path)] = fields.pop("layout")
         for name in ("shape", "names"):
             _is(fields[name], list, f"{where}: {name}")
         _is(fields["dtype"], str, f"{where}: dtype")
@@ -261,5 +264,5 @@ def _shown(value: Any) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
-def _join(path: str, key: str | int) -> str:
-    return f"{path}/{key}" if path else str(key)
+def _where(path: Path) -> str:
+    return "/".join(path) or "params"
