@@ -149,15 +149,15 @@ def test_a_non_finite_gradient_is_logged_and_changes_nothing(corpus, tmp_path, m
 
         return make(scaled, *rest)
 
-    original = loop._to
+    original = loop._placed
     count = iter(range(1, 100))
 
-    def to(batch, device):
-        scale = torch.full(batch["tokens"].shape, float("inf") if next(count) == 3 else 1.0)
-        return original(batch | {"scale": scale}, device)
+    def placed(this, rows):
+        scale = torch.full(rows["tokens"].shape, float("inf") if next(count) == 3 else 1.0)
+        return original(this, rows | {"scale": scale})
 
     monkeypatch.setattr(loop, "make_train_step", poisoned)
-    monkeypatch.setattr(loop, "_to", to)
+    monkeypatch.setattr(loop, "_placed", placed)
     out = tmp_path / "run"
     options = args(corpus, out, "--train.steps", 4, "--checkpoint.every", 1, "--checkpoint.keep", 9)
     assert main([*options, "--train.eval-every", "0", "--train.log-every", "4"]) == 0

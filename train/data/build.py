@@ -29,6 +29,10 @@ class Data:
             for name, side in sides.items()
         )
 
+    def fingerprint(self) -> str:
+        """Of the tokens of both sides: equal where they are, and different where any of the samples read for it are."""
+        return " ".join(side.corpus.fingerprint() for side in (self.train, self.held_out))
+
 
 def build_data(config: DataConfig, seq_len: int, vocab_size: int | None = None) -> Data:
     """Reads and tokenises the text of `config` for samples of `seq_len` tokens.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import io
 import json
@@ -29,6 +31,8 @@ _CACHE_VERSION = 1
 _IN_MEMORY = 256 << 20
 # Documents are encoded in groups of about this many bytes: enough for a tokenizer's threads, little memory.
 _GROUP = 4 << 20
+# Elements of an array that a fingerprint reads.
+_FINGERPRINT = 1_000_000
 _SIDES = ("train", "held_out")
 
 
@@ -45,6 +49,15 @@ class Corpus:
         inside = self.ends[(self.ends > start) & (self.ends < stop)]
         ends = np.append(inside, stop) if stop > start else inside
         return Corpus(self.tokens[start:stop], ends - start)
+
+    def fingerprint(self) -> str:
+        """Its length and a hash of its documents' ends and of up to a million tokens, spread evenly: a text that was
+        changed is told from the old one by its length, if by nothing else, and a terabyte is not read for it."""
+        digest = hashlib.blake2b(digest_size=8)
+        for array in (self.tokens, self.ends):
+            part = array[:: max(len(array) // _FINGERPRINT, 1)]
+            digest.update(np.ascontiguousarray(part, np.int64).tobytes())
+        return f"{len(self.tokens)} tokens ({digest.hexdigest()})"
 
 
 def corpus_of(documents: Iterable[Sequence[int] | np.ndarray], eod: int) -> Corpus:
@@ -119,13 +132,23 @@ def _cached(
     if not folder.exists():
         try:
             root.mkdir(parents=True, exist_ok=True)
-            _build_cache(folder, sources, tokenizer, config.text_field, held_out)
+            with _only_one(root / f"{folder.name}.lock"):
+                if not folder.exists():
+                    _build_cache(folder, sources, tokenizer, config.text_field, held_out)
         except OSError as error:
             raise DataError(
                 f"cannot write the token cache {folder}: {error.strerror or error}; "
                 "free some space or name another folder with --data.cache-dir"
             ) from error
     return {side: _map_corpus(folder, side, _dtype(tokenizer)) for side in _SIDES}
+
+
+@contextlib.contextmanager
+def _only_one(path: Path) -> Iterator[None]:
+    """One of the processes that come here with this path at a time: the ranks of a machine tokenise a text once."""
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, however that ends
+        yield
 
 
 def _build_cache(
@@ -150,7 +173,7 @@ def _build_cache(
         try:
             temporary.rename(folder)
         except OSError:
-            # Another process of this run was first; both wrote the same.
+            # Another machine was first, where they share the folder and not the lock; both wrote the same.
             if not folder.exists():
                 raise
     finally:
