@@ -118,8 +118,8 @@ def mistakes_of_one_rank(rank: int, folder: str) -> None:
         saver = Checkpointer(folder, asynchronous=asynchronous)
 
         def save(step: int, tensors: Any) -> None:
-            saver.save(step, tensors)  # noqa: B023
-            saver.wait()  # noqa: B023
+            saver.save(step, tensors)
+            saver.wait()
 
         wrong = {"w": 3} if rank == 2 else state(1)
         if rank == 2:
@@ -159,12 +159,12 @@ def test_a_folder_that_some_ranks_cannot_use_is_known_before_training(pool, tmp_
     (text,) = set(pool.run(folder_without_permission, str(tmp_path / "locked")))
     assert text.startswith(f"on rank 1: cannot write checkpoints to {tmp_path}/locked: No space left")
     (tmp_path / "file").touch()
-    (text,) = set(pool.run(lambda_file, str(tmp_path / "file")))
+    (text,) = set(pool.run(folder_that_is_a_file, str(tmp_path / "file")))
     assert text.startswith(f"cannot write checkpoints to {tmp_path}/file: File exists")  # rank 0's, for all
     assert names(tmp_path / "here") == names(tmp_path / "locked") == []
 
 
-def lambda_file(rank: int, folder: str) -> str:
+def folder_that_is_a_file(rank: int, folder: str) -> str:
     return text_of(UserError, Checkpointer, folder)
 
 
@@ -200,7 +200,7 @@ def test_ranks_that_see_different_files_agree(pool, tmp_path, blind, step):
     (tmp_path / "step-00000003.tmp-0123456789ab").mkdir()
     answers = pool.run(finds, str(tmp_path), blind)
     assert [found for found, _ in answers] == [step] * RANKS
-    assert ["partial" in notice or "damaged" in notice for notice in answers[0][1]] == [True] * (3 - step + 0)
+    assert ["partial" in notice or "damaged" in notice for notice in answers[0][1]] == [True] * (3 - step)
     assert [notices for _, notices in answers[1:]] == [[]] * 3
 
 
@@ -243,11 +243,9 @@ def test_a_load_fails_on_all_ranks_or_none(pool, tmp_path):
 
 
 def one_is_late(rank: int, folder: str) -> tuple[str, float]:
-    saver = Checkpointer(folder, asynchronous=True, timeout=timedelta(seconds=2))
+    saver = Checkpointer(folder, asynchronous=True, timeout=timedelta(seconds=1))
+    time.sleep(2.5 if rank == 3 else 0)
     began = time.monotonic()
-    if rank == 3:
-        time.sleep(6)
-        return "", 0.0
 
     def save() -> None:
         saver.save(1, state(1))
@@ -256,17 +254,18 @@ def one_is_late(rank: int, folder: str) -> tuple[str, float]:
     return text_of(UserError, save), time.monotonic() - began
 
 
-def test_a_rank_that_does_not_come_is_given_up(pool, tmp_path):
-    for text, took in pool.run(one_is_late, str(tmp_path))[:3]:
+def test_a_rank_that_comes_too_late_is_given_up_and_learns_of_it(pool, tmp_path):
+    for text, took in pool.run(one_is_late, str(tmp_path)):
         assert "step 1 (4e-08 GB) could not be saved" in text and "a rank has ended or has not answered" in text
-        assert took < 5
+        assert took < 2.4
     assert names(tmp_path) == []
 
 
 KILLED = """
-import os, signal, sys, tempfile, time, warnings
+import os, signal, sys, tempfile, time
 from datetime import timedelta
 import torch
+import torch._dynamo  # half a second for the first DTensor, which every child would need again
 import torch.distributed as dist
 from checkpoint_helpers import place
 from torch.distributed.tensor import Shard, init_device_mesh
@@ -279,7 +278,7 @@ state = lambda step: {"w": torch.full((1001,), float(step)), "step": torch.tenso
 Checkpointer(folder, 1, asynchronous=False).save(10, state(10))
 
 def rank_main(rank, store, victim, point, step):
-    calls, alone = 0, rank == victim
+    calls = 0
     def count(*_):
         nonlocal calls
         calls += 1

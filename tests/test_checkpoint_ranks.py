@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -188,6 +189,33 @@ def test_large_shards_are_stored_in_pieces(pool, tmp_path, name):
         assert min(written) > 0.7 * max(written)
     for layout in (PLAIN, COLUMNS, FSDP2_TP2):
         pool.run(load_on_ranks, str(tmp_path), layout, state)
+
+
+MIB = 2**20
+
+
+def peak() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def memory_of_loading_and_saving(rank: int, folder: str, rows: int) -> tuple[float, float]:
+    mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",))
+    local_rows = torch.empty(rows // RANKS, MIB // 4, device="meta")
+    like = DTensor.from_local(local_rows, mesh, [S0], run_check=False)
+    before = peak()
+    loaded = load(latest(folder).path, {"w": like})
+    between = peak()
+    Checkpointer(folder, keep=1, asynchronous=False).save(4, loaded)
+    return between - before, peak() - between
+
+
+def test_memory(pool, tmp_path, monkeypatch):
+    """In MiB, of a tensor of 96: a rank has its own 24, and loads and saves with little more than a piece of 4."""
+    monkeypatch.setattr(pieces, "PIECE_BYTES", 4 * MIB)
+    Checkpointer(tmp_path, asynchronous=False).save(3, {"w": torch.ones(96, MIB // 4)})
+    for loading, saving in pool.run(memory_of_loading_and_saving, str(tmp_path), 96):
+        assert loading < 60 and saving < 20, (loading, saving)  # some of it is what the first DTensor imports
+    assert load(tmp_path / "step-00000004", {"w": torch.zeros(96, MIB // 4)})["w"].mean() == 1
 
 
 # Going on
