@@ -93,7 +93,8 @@ def from_params(params: Mapping[str, Any], cfg: LlamaConfig, seq_len: int) -> Ll
 
 def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    return x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin
+    # The angles stay float32 whatever the model computes in, as functitan's do.
+    return (x * cos + torch.cat([-x[..., half:], x[..., :half]], dim=-1) * sin).to(x.dtype)
 
 
 def angles(cfg: LlamaConfig, seq_len: int) -> Tensor:

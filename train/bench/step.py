@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import platform
-import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -17,17 +14,16 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from models.llama import SIZES
-from train.bench.rounds import MIB, Figures, measure
-from train.bench.variants import VARIANTS, Setting
+from train.bench.report import cpu_name, make_console, mib, option_problems, spread
+from train.bench.rounds import Figures, measure
+from train.bench.variants import VARIANTS, Setting, model_config
 from train.config_text import ConfigError, near
-from train.recipes import recipe
 
-NOTES = """Medians of the rounds; ratios are taken within a round. peak: the state, and the resident memory that a step
-adds. grown: the process's resident memory after all steps, above that before the variant was made. start: capture and
-compilation, to the end of the first step. All compute the same step (loss: after all of them): causal attention
-without document masks, clipping, AdamW. module+compile compiles forward and backward; its AdamW is the fused one. The C
-library keeps freed memory (train/allocator.py) in all of them."""
+NOTES = """Of each round: the median over its steps; then medians of the rounds. Ratios are taken within a round. peak:
+the state, and the resident memory that a step adds. grown: the process's resident memory after all steps, above that
+before the variant was made. start: capture and compilation, to the end of the first step. All compute the same step
+(loss: after all of them): causal attention without document masks, clipping, AdamW. module+compile compiles forward and
+backward; its AdamW is the fused one. The C library keeps freed memory (train/allocator.py) during a turn in all."""
 BASE = "module"
 """What the others are compared with."""
 
@@ -56,14 +52,11 @@ def main(args: Sequence[str]) -> int:
     options = tyro.cli(StepBench, prog="functitan bench step", description=__doc__, args=list(args))
     _check(options)
     names = [name for name in VARIANTS if not options.only or name in options.only]
-    model = recipe("debug").model if options.model == "debug" else SIZES[options.model]
-    setting = Setting(model, options.batch_size, options.seq_len)
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=128)  # a table in a log or a file is not cut
+    setting = Setting(model_config(options.model), options.batch_size, options.seq_len)
+    console = make_console()
     with console.status("starting") as status:
         figures, failed = measure(
-            {name: functools.partial(VARIANTS[name], setting) for name in names},
+            {name: [functools.partial(VARIANTS[name], setting)] for name in names},
             options.rounds, options.steps, progress=status.update,
         )  # fmt: skip
     _print(console, options, figures, failed)
@@ -73,13 +66,7 @@ def main(args: Sequence[str]) -> int:
 
 
 def _check(options: StepBench) -> None:
-    problems = [
-        f"--{name.replace('_', '-')}: is {getattr(options, name)}; give {low} or more"
-        for name, low in (("batch_size", 1), ("seq_len", 1), ("rounds", 5), ("steps", 1))
-        if getattr(options, name) < low
-    ]
-    if options.model not in SIZES:
-        problems.append(f"--model: unknown size {options.model!r}{near(options.model, SIZES)}")
+    problems = option_problems(options, {"batch_size": 1, "seq_len": 1, "rounds": 5, "steps": 1})
     unknown = [name for name in options.only if name not in VARIANTS]
     problems += [f"--only: unknown variant {name!r}{near(name, VARIANTS)}" for name in unknown]
     if problems:
@@ -89,31 +76,31 @@ def _check(options: StepBench) -> None:
 def _print(console: Console, options: StepBench, figures: dict[str, Figures], failed: dict[str, str]) -> None:
     console.print(
         f"{options.model}, {options.batch_size} x {options.seq_len} tokens a step, {options.rounds} rounds of "
-        f"{options.steps} steps in turn\ntorch {torch.__version__}, {torch.get_num_threads()} threads, {_cpu()}",
+        f"{options.steps} steps in turn\ntorch {torch.__version__}, {torch.get_num_threads()} threads, {cpu_name()}",
         highlight=False,
     )
     base = figures.get(BASE)
     table = Table(padding=(0, 0))
     table.add_column("variant", no_wrap=True)
-    spread, over = "(min, max)", f"over {BASE}"
-    for title in ("ms/step", spread, over, spread, "peak MiB", over, "grown MiB", "start s", "loss"):
+    span, over = "(min, max)", f"over {BASE}"
+    for title in ("ms/step", span, over, span, "peak MiB", over, "grown MiB", "start s", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, f in figures.items():
         ratios = f.ratios(base) if base else None
         table.add_row(
             name,
-            *_spread([1e3 * s for s in f.seconds], ".1f"),
-            *(_spread(ratios, ".2f") if ratios else ("n/a", "")),
-            _mib(f.peak_bytes),
+            *spread([1e3 * s for s in f.seconds], ".1f"),
+            *(spread(ratios, ".2f") if ratios else ("n/a", "")),
+            mib(f.peak_bytes),
             f"{f.peak_bytes / base.peak_bytes:.2f}" if base and base.peak_bytes and f.peak_bytes else "n/a",
-            _mib(f.resident_bytes),
+            mib(f.resident_bytes),
             f"{f.start_seconds:.1f}",
             f"{f.loss:.4f}",
         )
     console.print(table)
     if {"jit+inductor", "module+compile"} <= figures.keys():
         ratios = figures["jit+inductor"].ratios(figures["module+compile"])
-        console.print("jit+inductor over module+compile: {} {}".format(*_spread(ratios, ".2f")))
+        console.print("jit+inductor over module+compile: {} {}".format(*spread(ratios, ".2f")))
     console.print(NOTES)
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
@@ -124,26 +111,8 @@ def _as_data(options: StepBench, figures: dict[str, Figures], failed: dict[str, 
         "options": {k: v for k, v in attrs.asdict(options).items() if k != "json"},
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),
-        "cpu": _cpu(),
+        "cpu": cpu_name(),
         "figures": {name: attrs.asdict(f) for name, f in figures.items()},
         "ratios_over_module": {name: f.ratios(figures[BASE]) for name, f in figures.items()} if BASE in figures else {},
         "failed": failed,
     }
-
-
-def _spread(values: Sequence[float], spec: str) -> tuple[str, str]:
-    """The median, and the range in brackets."""
-    return format(statistics.median(values), spec), f"({min(values):{spec}}, {max(values):{spec}})"
-
-
-def _mib(count: int | None) -> str:
-    return "n/a" if count is None else f"{count / MIB:,.0f}"
-
-
-def _cpu() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text(encoding="utf-8").splitlines():
-            if line.startswith("model name"):
-                return f"{line.split(':', 1)[1].strip()} ({os.cpu_count()} cores)"
-    return platform.processor() or platform.machine()

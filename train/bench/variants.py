@@ -10,7 +10,7 @@ from typing import Any
 import attrs
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import functitan as ft
 from functitan import optim, random, tree
@@ -18,6 +18,7 @@ from models import llama
 from train.bench.module import angles, from_params
 from train.bench.rounds import Work
 from train.errors import UserError
+from train.recipes import recipe
 from train.step import make_train_step
 
 LEARNING_RATE, B1, B2, WEIGHT_DECAY, CLIP = 1e-3, 0.9, 0.95, 0.1, 1.0
@@ -47,7 +48,7 @@ def make_jit(setting: Setting) -> Work:
 
 def make_jit_inductor(setting: Setting) -> Work:
     """``functitan.jit`` with TorchInductor."""
-    _need_compiler()
+    need_compiler()
     step, state, batch = _functional(setting)
     return _work(ft.jit(step, donate=("state",), inductor=True), state, batch)
 
@@ -59,7 +60,7 @@ def make_module(setting: Setting) -> Work:
 
 def make_module_compile(setting: Setting) -> Work:
     """The same under ``torch.compile``: forward and backward compiled, the optimizer fused."""
-    _need_compiler()
+    need_compiler()
     return _module(setting, torch.compile)
 
 
@@ -101,12 +102,32 @@ VARIANTS: dict[str, Callable[[Setting], Work]] = {
 }
 
 
-def _functional(setting: Setting) -> tuple[Callable, ft.TrainState, dict[str, Tensor]]:
-    specs = llama.declare(setting.model)
-    optimizer = optim.chain(
+def model_config(name: str) -> llama.LlamaConfig:
+    """One of ``models.llama.SIZES`` by its name; "debug" as its recipe has it."""
+    return recipe("debug").model if name == "debug" else llama.SIZES[name]
+
+
+def make_optimizer(specs: Any) -> optim.GradientTransformation:
+    """The optimizer of every variant in functitan's words."""
+    return optim.chain(
         optim.clip_by_global_norm(CLIP),
         optim.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY, mask=optim.decay_mask(specs)),
     )
+
+
+def make_adamw(model: nn.Module) -> torch.optim.AdamW:
+    """The same of a module, less the clipping: norms do not decay."""
+    decayed = [p for p in model.parameters() if p.ndim >= 2]
+    rest = [p for p in model.parameters() if p.ndim < 2]
+    return torch.optim.AdamW(
+        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}],
+        lr=LEARNING_RATE, betas=(B1, B2), weight_decay=WEIGHT_DECAY, fused=True,
+    )  # fmt: skip
+
+
+def _functional(setting: Setting) -> tuple[Callable, ft.TrainState, dict[str, Tensor]]:
+    specs = llama.declare(setting.model)
+    optimizer = make_optimizer(specs)
     params, tokens, labels = _start(setting)
     state = ft.init_state(ft.compile_specs(specs), random.key(setting.seed), optimizer)
     state = attrs.evolve(state, params=params)
@@ -134,12 +155,7 @@ def _module(setting: Setting, compiled: Callable) -> Work:
     params, tokens, labels = _start(setting)
     model = from_params(params, setting.model, setting.seq_len)
     del params
-    decayed = [p for p in model.parameters() if p.ndim >= 2]
-    rest = [p for p in model.parameters() if p.ndim < 2]
-    optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": rest, "weight_decay": 0.0}],
-        lr=LEARNING_RATE, betas=(B1, B2), weight_decay=WEIGHT_DECAY, fused=True,
-    )  # fmt: skip
+    optimizer = make_adamw(model)
 
     @compiled
     def loss_fn(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -168,6 +184,7 @@ def _bytes(values: Any) -> int:
     return sum(x.numel() * x.element_size() for x in tree.leaves(values))
 
 
-def _need_compiler() -> None:
+def need_compiler() -> None:
+    """Raises UserError where TorchInductor cannot work."""
     if not torch.cuda.is_available() and not any(map(shutil.which, ("g++", "clang++", "c++"))):
         raise UserError("TorchInductor needs a C++ compiler on the PATH (g++)")
