@@ -260,10 +260,10 @@ def test_runs_of_any_length_have_a_schedule(schedule):
 def test_a_failed_background_save_ends_the_run_soon(corpus, tmp_path, monkeypatch, capsys):
     real = checkpoint.storage.write
 
-    def full(folder, step, tensors):
+    def full(folder, step, *rest):
         if step == 2:
             raise OSError(28, "No space left on device")
-        return real(folder, step, tensors)
+        return real(folder, step, *rest)
 
     monkeypatch.setattr(checkpoint.storage, "write", full)
     out = tmp_path / "run"

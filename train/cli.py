@@ -37,8 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         # Every rank of a job finds the same problems: one process a machine reports them.
         if os.environ.get("LOCAL_RANK", "0") == "0":
-            for problem in error.problems:
-                _say("error", problem)
+            _say_problems(error)
         return 2
     except UserError as error:
         _say("error", str(error))
@@ -82,6 +81,11 @@ def _say(kind: str, text: str) -> None:
         print(f"functitan: {kind}: {line}", file=sys.stderr)
 
 
+def _say_problems(error: ConfigError) -> None:
+    for problem in error.problems:
+        _say("error", problem)
+
+
 def _train(args: list[str]) -> int:
     from train import options
     from train.config import unsupported, validate
@@ -109,7 +113,10 @@ def _train(args: list[str]) -> int:
 
     try:
         return loop.run(config)
-    except FailedElsewhere as failed:  # it has said why
+    except ConfigError as error:  # of the one rank that gets it
+        _say_problems(error)
+        return 2
+    except FailedElsewhere as failed:  # which has said why
         return failed.status
 
 
@@ -125,7 +132,7 @@ def _check(args: list[str]) -> int:
     mesh = config.mesh.spec()
     if devices is None and -1 not in mesh.sizes:
         devices = mesh.size
-    print("no problems found" + (f"; it runs on {devices} ranks" if devices is not None and devices > 1 else ""))
+    print("no problems found" + (f"; it needs {devices} ranks" if devices is not None and devices > 1 else ""))
     for problem in unsupported(config, devices) if devices is not None else ():
         _say("warning", f"train refuses it: {problem}")
     return 0

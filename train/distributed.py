@@ -191,7 +191,6 @@ def _fail(error: BaseException, store: dist.Store, rank: int) -> None:
         raise FailedElsewhere(first, status) from error
     if isinstance(error, Exception) and not isinstance(error, UserError):
         get_error_handler().record_exception(error)  # for torchrun, which shows the cause in its table
-        error.add_note(f"This was rank {rank}. The other ranks end with it.")
     raise error
 
 

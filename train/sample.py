@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
@@ -14,6 +15,7 @@ from functitan import random
 from train import checkpoint
 from train import config as configs
 from train.build import build
+from train.config import MeshConfig
 from train.data import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.folder import CHECKPOINTS, CONFIG, read_config
@@ -45,7 +47,7 @@ def sample(
     """
     folder = Path(folder)
     config = configs.parse(read_config(folder / CONFIG), str(folder / CONFIG))
-    parts = build(config)
+    parts = build(attrs.evolve(config, mesh=MeshConfig()))  # on one device, whatever it was trained on
     params = {"params": ft.abstract_state(parts.plan, parts.optimizer).params}
     params = checkpoint.load(_checkpoint_path(folder, step), params, device=default_device(), subset=True)["params"]
     tokenizer = load_tokenizer(config.data.tokenizer)
