@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_de
 
 from functitan import random, tree
 from train.checkpoint import Checkpoint, Checkpointer, latest, load, pieces, storage
+from train.checkpoint.ranks import Ranks
 
 RANKS = 4
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -165,6 +166,20 @@ def test_each_rank_writes_its_own_and_what_is_replicated_once(pool, tmp_path):
     assert metadata["files"].keys() == {*files, ".metadata"}
     assert metadata["tensors"]["sharded"] == {"shape": [64, 64], "dtype": "float32"}
     assert names(tmp_path) == ["step-00000003"]
+
+
+def own_bytes(rank: int, layout: Layout, state: Any) -> int:
+    own = pieces.own_pieces(storage.named_tensors(layout.place(state)), Ranks.of_default_group())
+    return sum(piece.data.nbytes for piece in own)
+
+
+def test_a_snapshot_is_of_what_the_rank_writes(pool):
+    """Of what every rank has, each copies and writes a share."""
+    state = {f"w{i}": torch.ones(64, 64) for i in range(100)}
+    for layout in (PLAIN, REPLICATED, Layout((2, 2), (R, S0)), Layout((2, 2), (S1, R)), FSDP4):
+        sizes = pool.run(own_bytes, layout, state)
+        assert sum(sizes) == 100 * 64 * 64 * 4
+        assert max(sizes) < 1.5 * min(sizes)
 
 
 def save_in_pieces(rank: int, folder: str, layout: Layout, state: Any) -> None:

@@ -1,32 +1,28 @@
-"""The checkpoints of one run: writing them in turn, keeping the last few, finding and loading one."""
+"""Writing the checkpoints of one run in turn, in the background or not, and keeping the last few."""
 
 from __future__ import annotations
 
 import logging
-import re
 import shutil
 import tempfile
 import threading
 import uuid
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import attrs
-import torch
 import torch.distributed.checkpoint as dcp
 
-from functitan import tree
-from train.checkpoint import storage
+from train.checkpoint import pieces, storage
+from train.checkpoint.finding import path_of, scan, whole
+from train.checkpoint.pieces import Piece
 from train.checkpoint.ranks import RankFailed, Ranks, Unreachable, os_error_of
-from train.checkpoint.storage import Damaged, os_error_text
+from train.checkpoint.storage import os_error_text
 from train.errors import UserError
 
-T = TypeVar("T")
 _log = logging.getLogger("train.checkpoint")
 _DONE, _RUNNING, _FAILED = range(3)
-_NAME = re.compile(r"step-(?P<step>\d+)(?:\.(?P<kind>tmp|old)-[0-9a-f]+)?")
 
 
 @attrs.frozen
@@ -40,15 +36,7 @@ class CheckpointConfig:
     """How many checkpoints to keep. Older ones are removed once a newer one is complete."""
 
     asynchronous: bool = True
-    """Write in the background while training goes on. Takes as much host memory as the state while it writes."""
-
-
-@attrs.frozen
-class Checkpoint:
-    """A complete checkpoint on disk."""
-
-    step: int
-    path: Path
+    """Write in the background while training goes on. Until it is written, a rank holds its part of the state twice."""
 
 
 class Checkpointer:
@@ -58,8 +46,8 @@ class Checkpointer:
     killed one.
 
     Where torch.distributed has more than one rank, every rank makes one, and calls its methods in the same order, in
-    the same steps of training. The folder must be on a file system that all of them share. Saving never
-    touches the process groups that training uses.
+    the same steps of training. The folder must be on a file system that all of them share. Saving never touches the
+    process groups that training uses. Call :meth:`close` before the process group is destroyed.
 
     Args:
         folder: such as OUT/checkpoints.
@@ -120,7 +108,8 @@ class Checkpointer:
     def save(self, step: int, state: Any) -> None:
         """Saves ``state``, a tree of tensors, as the checkpoint of ``step``, replacing one of the same step.
 
-        Each rank writes its own shards of DTensors. A plain tensor is taken to be the same on every rank.
+        Each rank writes its own shards of DTensors, and a share of what others have too. A plain tensor is taken to
+        be the same on every rank.
 
         Asynchronous: returns when the state is copied, so that a step may then overwrite its tensors; first waits
         for the save before, and raises that one's error. A tensor that two paths share is written
@@ -133,17 +122,19 @@ class Checkpointer:
         self.wait()
         try:
             tensors = storage.named_tensors(state)
+            size = sum(tensor.nbytes for tensor in tensors.values())
+            own = pieces.own_pieces(tensors, self._writers)
             if self.asynchronous:
-                tensors = {path: tensor.detach().to("cpu", copy=True) for path, tensor in tensors.items()}
+                own = [piece.copied() for piece in own]
         except Exception as error:
             self._begin(step, error)  # the other ranks must not wait for this one
             raise
         if not self.asynchronous:
-            self._write(step, tensors)
+            self._write(step, own, size)
             return
         # Not dcp.async_save: it is marked experimental, and its future is done before the checksums and the rename,
         # whose errors would be lost in a callback. The thread is no daemon, so that the process waits for it at exit.
-        self._thread = threading.Thread(target=self._write_in_background, args=(step, tensors), name="checkpoint")
+        self._thread = threading.Thread(target=self._write_in_background, args=(step, own, size), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -174,9 +165,9 @@ class Checkpointer:
         """As :meth:`wait`; the end of the checkpointer's use."""
         self.wait()
 
-    def _write_in_background(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _write_in_background(self, step: int, own: list[Piece], size: int) -> None:
         try:
-            self._write(step, tensors)
+            self._write(step, own, size)
         except BaseException as error:
             # Raised again by wait(); logged too, because a process that ends without calling it must not be silent.
             _log.error("%s", error)
@@ -194,7 +185,7 @@ class Checkpointer:
         if len(set(steps)) > 1:
             raise ValueError(f"the ranks are about to save different steps: {steps}")
 
-    def _write(self, step: int, tensors: dict[str, torch.Tensor]) -> None:
+    def _write(self, step: int, own: list[Piece], size: int) -> None:
         ranks, final = self._writers, path_of(self.folder, step)
         temporary = None
         try:
@@ -202,15 +193,15 @@ class Checkpointer:
             ranks.first(self._clear_leftovers)
             # The name has a random part, so that one rank must give it to all.
             temporary = self.folder / ranks.first(lambda: _renamed(final, "tmp").name)
-            storage.write(temporary, step, tensors, ranks)
+            storage.write(temporary, step, own, ranks)
             ranks.first(lambda: _publish(temporary, final))
         except (Exception, dcp.CheckpointException) as error:
-            if temporary is not None and ranks.rank == 0:
+            if temporary is not None and ranks.rank == 0:  # a rank that still writes there will find it gone, and fail
                 shutil.rmtree(temporary, ignore_errors=True)
-            self._explain(error, step, sum(tensor.nbytes for tensor in tensors.values()) / 1e9)
+            self._explain(error, step, size)
         ranks.first(lambda: self._prune(step))
 
-    def _explain(self, error: BaseException, step: int, size: float) -> NoReturn:
+    def _explain(self, error: BaseException, step: int, size: int) -> NoReturn:
         """Raises UserError where the operating system or another rank is at fault, else what has gone wrong."""
         where = error.where if isinstance(error, RankFailed) else ""
         if isinstance(error, RankFailed):
@@ -226,13 +217,14 @@ class Checkpointer:
             reason = os_error_text(os_error)
         else:
             raise error if isinstance(error, RankFailed) else cause
-        kept = next((f"; step {found.step} is still whole" for found in _whole(self.folder)), "")
+        kept = next((f"; step {found.step} is still whole" for found in whole(self.folder)), "")
         raise UserError(
-            f"the checkpoint of step {step} ({size:.3g} GB) could not be saved to {self.folder}{where}: {reason}{kept}"
+            f"the checkpoint of step {step} ({size / 1e9:.3g} GB) could not be saved to {self.folder}{where}: "
+            f"{reason}{kept}"
         ) from error
 
     def _clear_leftovers(self) -> None:
-        for step, kind, path in _scan(self.folder):
+        for step, kind, path in scan(self.folder):
             final = path_of(self.folder, step)
             if kind == "old" and not final.exists():
                 path.rename(final)
@@ -242,7 +234,7 @@ class Checkpointer:
     def _prune(self, step: int) -> None:
         # Only whole ones count towards `keep`, so that a damaged one never displaces one that can be loaded; and
         # only older ones are removed, so that a run that was taken back to an earlier step does not remove its own.
-        older = [found for found in _whole(self.folder) if found.step < step]
+        older = [found for found in whole(self.folder) if found.step < step]
         for found in older[self.keep - 1 :]:
             doomed = _renamed(found.path, "tmp")
             try:
@@ -251,98 +243,6 @@ class Checkpointer:
                 _log.warning("could not remove %s: %s", found.path, os_error_text(error))
             else:
                 _remove(doomed)
-
-
-def latest(folder: str | Path, notice: Callable[[str], None] = _log.warning) -> Checkpoint | None:
-    """The complete checkpoint of the highest step in ``folder``; None if there is none yet.
-
-    Partial and damaged ones are passed over, each with one line to ``notice``. Sizes are checked here, checksums by
-    :func:`load`. Raises :class:`UserError` if all that once were complete are damaged, or if one that would be taken
-    is of another format: starting again from nothing must then be the user's decision.
-
-    With several ranks a collective: rank 0 looks and gives the notices, and every rank returns or raises the same.
-    """
-    name = Ranks.of_default_group().first(lambda: _newest(Path(folder), notice))
-    return None if name is None else Checkpoint(int(_NAME.fullmatch(name)["step"]), Path(folder) / name)
-
-
-def _newest(folder: Path, notice: Callable[[str], None]) -> str | None:
-    damaged = []
-    for _, kind, path in _scan(folder):
-        if kind == "tmp":
-            notice(f"skipped the partial checkpoint {path}: its save was cut off; the next save removes it")
-            continue
-        try:
-            storage.inspect(path)
-        except Damaged as problem:
-            notice(f"skipped the damaged checkpoint {path}: {problem}")
-            damaged.append(path.name)
-            continue
-        except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {os_error_text(error)}") from error
-        return path.name
-    if damaged:
-        raise UserError(
-            f"no checkpoint in {folder} is whole ({', '.join(damaged)}); restore one from a copy, or move the folder "
-            "away to start from the beginning"
-        )
-    return None
-
-
-def path_of(folder: str | Path, step: int) -> Path:
-    """Where the complete checkpoint of ``step`` lies, if there is one."""
-    return Path(folder) / f"step-{step:08d}"
-
-
-def load(path: str | Path, like: Any, *, device: torch.device | str | None = None, subset: bool = False) -> Any:
-    """The tree in the checkpoint folder ``path``, in the structure of ``like``.
-
-    Args:
-        path: a checkpoint's own folder, as in :attr:`Checkpoint.path`.
-        like: a tree whose leaves have ``shape`` and ``dtype``: tensors, meta or fake tensors, or any such objects. It
-            is neither written to nor kept, so that with abstract leaves the state is in memory once. A DTensor gives
-            its mesh and placements, whatever those were at saving.
-        device: where to put the tensors, other than DTensors, which belong to a mesh. By default a leaf's own device;
-            the CPU where it has none, or meta.
-        subset: whether ``like`` may leave out paths, such as everything but ``{"params": …}``.
-
-    With several ranks a collective, and each rank reads what it needs of every file: a DTensor of ``like`` gets this
-    rank's shard, a plain tensor is read whole. All return or all raise. Verifying is divided among them.
-
-    Raises :class:`UserError` for a missing, partial or damaged checkpoint (sizes and checksums are verified), for
-    another format, and for other paths, shapes or dtypes than those of ``like``. Runs no code from the files.
-    """
-    path, ranks = Path(path), Ranks.of_default_group()
-    wanted = storage.named_leaves(like)
-
-    def check() -> tuple[storage.Metadata, dcp.Metadata]:
-        metadata = storage.inspect(path)
-        index = storage.read_index(path, metadata)
-        storage.check_fit(path, metadata, wanted, subset)
-        return metadata, index
-
-    metadata, index = _in_step(path, ranks, check)
-    _in_step(path, ranks, lambda: storage.verify(path, metadata, ranks))
-    loaded = _in_step(path, ranks, lambda: storage.read(path, index, wanted, device))
-    return tree.unflatten(tree.structure(like), loaded.values())
-
-
-def _in_step(path: Path, ranks: Ranks, act: Callable[[], T]) -> T:
-    """This rank's ``act()``, once every rank has done its own; what is wrong with a file as a UserError."""
-    result = []
-
-    def attempt() -> None:
-        try:
-            result.append(act())
-        except Damaged as problem:
-            others = [found.path.name for found in _whole(path.parent) if found.path != path]
-            advice = f"move it away to use {others[0]}" if others else f"no other in {path.parent} is whole"
-            raise UserError(f"the checkpoint {path} cannot be used: {problem}; {advice}") from problem
-        except OSError as error:
-            raise UserError(f"the checkpoint {path} cannot be read: {os_error_text(error)}") from error
-
-    ranks.each(attempt)
-    return result[0]
 
 
 def _publish(temporary: Path, final: Path) -> None:
@@ -355,28 +255,6 @@ def _publish(temporary: Path, final: Path) -> None:
     storage.sync_folder(final.parent)
     if displaced is not None:
         _remove(displaced)
-
-
-def _scan(folder: Path) -> list[tuple[int, str, Path]]:
-    """``(step, kind, path)`` of all folders, the highest step first; kind is "" (once complete), "old" or "tmp"."""
-    found = []
-    for path in folder.iterdir() if folder.is_dir() else ():
-        if (match := _NAME.fullmatch(path.name)) and path.is_dir():
-            found.append((int(match["step"]), match["kind"] or "", path))
-    return sorted(found, key=lambda entry: (-entry[0], ("", "old", "tmp").index(entry[1]), entry[2].name))
-
-
-def _whole(folder: Path) -> list[Checkpoint]:
-    """The checkpoints that latest() would take, the highest step first."""
-    found = []
-    for step, kind, path in _scan(folder):
-        if not kind:
-            try:
-                storage.inspect(path)
-            except (Damaged, UserError, OSError):
-                continue
-            found.append(Checkpoint(step, path))
-    return found
 
 
 def _renamed(path: Path, kind: str) -> Path:

@@ -1,51 +1,74 @@
-"""Large tensors are stored in pieces, so that a rank that loads a part of one reads little more than that part."""
+"""Which slices of which tensors a rank writes.
+
+Each rank writes its own shards of DTensors; of what several ranks have alike, each writes a share, so that a snapshot
+of the state takes no more memory than what is written from it. Large tensors are cut into pieces, so that a rank which
+loads a part of one reads little more than that part. None of this needs communication.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
+import attrs
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.tensor import DTensor
+
+from train.checkpoint.ranks import Ranks
 
 PIECE_BYTES = 64 << 20
 """DCP reads a stored piece whole, whatever part of it is wanted: this is what loading holds beside the state."""
 
 
-class PieceSavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, with every rank's shard cut into pieces of at most about ``PIECE_BYTES``.
+@attrs.frozen
+class Piece:
+    """A slice of one tensor, at most about ``PIECE_BYTES`` large."""
 
-    Replicas of a piece are written by one rank, and the pieces of a replicated tensor spread over the ranks.
-    """
+    item: WriteItem
+    """DCP's description: the path, the place in the whole tensor, the dtype."""
 
-    def __init__(self) -> None:
-        # flatten_state_dict is for nested trees; for a flat one it would only add a second table of names.
-        super().__init__(flatten_state_dict=False)
-        self._slices: dict[tuple[str, torch.Size], tuple[slice, ...]] = {}
+    data: torch.Tensor
+    """The slice itself: a view of the state, or a copy."""
 
-    def create_local_plan(self) -> SavePlan:
-        plan = super().create_local_plan()
-        items = []
-        for item in plan.items:
-            for piece, where in _pieces(item):
-                self._slices[piece.index.fqn, piece.index.offset] = where
-                items.append(piece)
-        self.plan = dataclasses.replace(plan, items=items)
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        tensor = self.state_dict[index.fqn]
-        with torch.no_grad():
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            return local[self._slices[index.fqn, index.offset]]
+    def copied(self) -> Piece:
+        return Piece(self.item, self.data.to("cpu", copy=True))
 
 
-def _pieces(item: WriteItem) -> Iterator[tuple[WriteItem, tuple[slice, ...]]]:
+def own_pieces(tensors: dict[str, torch.Tensor], ranks: Ranks) -> list[Piece]:
+    """The pieces that this rank writes, as views. Those of all ranks together are ``tensors``, each element once."""
+    own = []
+    for item in create_default_local_save_plan(tensors, is_coordinator=False).items:
+        path = item.index.fqn
+        tensor = tensors[path].detach()
+        shard = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        replica, replicas = _replica(tensor, ranks)
+        first = zlib.crc32(path.encode())  # not always replica 0, which would then write all small tensors
+        for number, (piece, where) in enumerate(_cut(item)):
+            if (first + number) % replicas == replica:
+                own.append(Piece(piece, shard[where]))
+    return own
+
+
+def _replica(tensor: torch.Tensor, ranks: Ranks) -> tuple[int, int]:
+    """Which of how many ranks with the same shard this one is."""
+    if not isinstance(tensor, DTensor):
+        return ranks.rank, ranks.size
+    replica, replicas = 0, 1
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            size = tensor.device_mesh.size(axis)
+            replica, replicas = replica * size + tensor.device_mesh.get_local_rank(axis), replicas * size
+    return replica, replicas
+
+
+def _cut(item: WriteItem) -> Iterator[tuple[WriteItem, tuple[slice, ...]]]:
     """``item`` cut along its longest dim, each piece with its place in the rank's own shard."""
     data, chunk = item.tensor_data, item.tensor_data.chunk
     count = math.ceil(math.prod(chunk.sizes) * data.properties.dtype.itemsize / PIECE_BYTES)
@@ -59,14 +82,27 @@ def _pieces(item: WriteItem) -> Iterator[tuple[WriteItem, tuple[slice, ...]]]:
         offsets, sizes = list(chunk.offsets), list(chunk.sizes)
         offsets[dim] += start
         sizes[dim] = stop - start
-        piece = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
-        where = tuple(slice(start, stop) if d == dim else slice(0, size) for d, size in enumerate(chunk.sizes))
-        yield (
-            dataclasses.replace(
-                item,
-                index=MetadataIndex(item.index.fqn, piece.offsets),
-                type=WriteItemType.SHARD,  # DCP allows a tensor of type TENSOR only one item
-                tensor_data=dataclasses.replace(data, chunk=piece),
-            ),
-            where,
+        place = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        piece = dataclasses.replace(
+            item,
+            index=MetadataIndex(item.index.fqn, place.offsets),
+            type=WriteItemType.SHARD,  # DCP allows a tensor of type TENSOR only one item
+            tensor_data=dataclasses.replace(data, chunk=place),
         )
+        yield piece, tuple(slice(start, stop) if d == dim else slice(0, size) for d, size in enumerate(chunk.sizes))
+
+
+class PieceSavePlanner(dcp.DefaultSavePlanner):
+    """A plan for DCP that is made already. That the ranks' pieces fill every tensor is checked by DCP on rank 0."""
+
+    def __init__(self, pieces: list[Piece]) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items = [piece.item for piece in pieces]
+        self._data = {(piece.item.index.fqn, piece.item.index.offset): piece.data for piece in pieces}
+
+    def create_local_plan(self) -> SavePlan:
+        self.plan = SavePlan(self._items)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self._data[index.fqn, index.offset]

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
 from functitan import tree
-from train.checkpoint.pieces import PieceSavePlanner
+from train.checkpoint.pieces import Piece, PieceSavePlanner
 from train.checkpoint.ranks import RankFailed, Ranks, os_error_of, portable
 from train.errors import UserError
 
@@ -70,31 +70,32 @@ class Damaged(Exception):
     """A folder that is named as complete and is not; the text says what is wrong with it."""
 
 
-def write(folder: Path, step: int, tensors: dict[str, torch.Tensor], ranks: Ranks) -> None:
+def write(folder: Path, step: int, own: list[Piece], ranks: Ranks) -> None:
     """Writes a checkpoint into the new ``folder``; on return all of it is on the disk, its own name aside.
 
-    Every rank writes its own shards of DTensors, and a part of what is replicated.
+    Every rank writes its ``own`` pieces into a file of its own; rank 0 writes the two indices, after the others.
     """
     ranks.first(folder.mkdir)
     _silence_single_process_warning()
-    writer, planner = _Writer(folder, ranks), PieceSavePlanner()
+    writer, planner = _Writer(folder, ranks), PieceSavePlanner(own)
     try:
         with ranks.reaching():
+            # The planner has the tensors: there is no state dict.
             index = dcp.save(
-                tensors, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone
+                {}, storage_writer=writer, planner=planner, process_group=ranks.group, no_dist=ranks.alone
             )
     except dcp.CheckpointException as error:
         if ranks.alone:
             raise
         raise RankFailed({rank: portable(failure) for rank, (failure, _) in error.failures.items()}) from error
-    files = {name: info for own in ranks.each(lambda: _own_files(folder, ranks)) for name, info in own.items()}
+    written = ranks.each(lambda: _own_files(folder, ranks))
     metadata = Metadata(
         format=FORMAT,
         step=step,
         functitan=_own_version(),
         torch=torch.__version__,
         tensors={path: TensorInfo(tuple(t.size), _dtype_name(t.properties.dtype)) for path, t in _entries(index)},
-        files=files,
+        files={name: info for files in written for name, info in files.items()},
     )
     ranks.first(lambda: _complete(folder, metadata))
 
