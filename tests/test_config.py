@@ -4,6 +4,7 @@ import ast
 import inspect
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -16,8 +17,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from sharding_specs import PRESETS, STANDARD_NAMES
 from train import cli, options, recipes
-from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig, dump, parse, validate
+from train.build import build
+from train.config import (
+    MeshConfig,
+    OptimConfig,
+    RulesConfig,
+    RunConfig,
+    TrainConfig,
+    dump,
+    parse,
+    unsupported,
+    validate,
+)
 from train.config_text import ConfigError
 from train.errors import UserError
 from train.recipes import RECIPES, recipe
@@ -203,6 +216,59 @@ def test_problems_of_model_and_data():
     assert any(problem.startswith("data.held_out: is 2.0") for problem in found)
 
 
+def test_rules_are_a_preset_and_changes_of_it():
+    assert RulesConfig().rules() == PRESETS["all"]
+    assert RulesConfig(preset="data").rules() == PRESETS["data"]
+    changed = RulesConfig(seq="cp", mlp="none", embed="fsdp, tp", uneven=("mlp",)).rules()
+    assert changed == PRESETS["all"].replace(seq="cp", mlp=None, embed=("fsdp", "tp")).allow_uneven("mlp")
+
+
+def test_every_standard_name_has_an_option():
+    assert {field.name for field in attrs.fields(RulesConfig)} == {"preset", "uneven", *STANDARD_NAMES}
+
+
+@pytest.mark.parametrize(
+    "rules, expected",
+    [
+        ({"mlp": "pt"}, "rules.mlp: axis 'pt' is neither on the mesh"),
+        ({"mlp": ""}, "rules.mlp: is ''; give axes such as fsdp or fsdp,tp, or none"),
+        ({"mlp": "tp,"}, "rules.mlp: is 'tp,'; give axes"),
+        ({"embed": "tp,fsdp"}, "rules.embed: axes ('tp', 'fsdp') are not in the order of the mesh"),
+        ({"embed": "tp,tp"}, "rules.embed: axis 'tp' is named 2 times"),
+        ({"uneven": ("vocb",)}, 'rules.uneven: unknown name \'vocb\'; did you mean "vocab"?'),
+        ({"uneven": ("batch",)}, "rules.uneven: unknown name 'batch'; legal: embed, experts, "),
+    ],
+)
+def test_rules_that_cannot_be_meant(rules, expected):
+    (problem,) = validate(changed(rules=rules, mesh={"tp": 2, "fsdp": 2}), devices=4)
+    assert problem.startswith(expected)
+
+
+def test_rules_decide_what_divides():
+    uneven = changed(model={"hidden_dim": 345}, mesh={"tp": 2})
+    assert any("mlp=345, does not divide over tp=2" in problem for problem in validate(uneven, devices=2))
+    for rules in ({"uneven": ("mlp",)}, {"mlp": "none"}):
+        assert validate(attrs.evolve(uneven, rules=RulesConfig(**rules)), devices=2) == [], rules
+    # Sequence parallelism splits the sequence over tp too, and can be switched off.
+    odd = changed(train={"seq_len": 255}, mesh={"tp": 2})
+    assert any(problem.startswith("train.seq_len: ") for problem in validate(odd, devices=2))
+    assert validate(attrs.evolve(odd, rules=RulesConfig(seq="cp")), devices=2) == []
+    assert build(attrs.evolve(odd, rules=RulesConfig(seq="cp")), 2).plan.rules["seq"] == "cp"
+
+
+def test_a_file_of_before_the_rules_is_read():
+    text = dump(recipe("debug"))
+    old = re.sub(r"^rules:\n(?:[ -].*\n)*", "", text, flags=re.MULTILINE).replace("  timeout_s: 600\n", "")
+    assert "rules" not in old and parse(old) == recipe("debug")
+
+
+def test_axes_that_this_version_does_not_run():
+    found = unsupported(changed(mesh={"cp": 2, "pp": 2, "tp": 2, "dp": -1}), 8)
+    assert [problem.split(",")[0] for problem in found] == ["mesh.pp: is 2", "mesh.cp: is 2"]
+    assert all("this version runs dp, fsdp and tp; cp, pp and ep come later" in problem for problem in found)
+    assert unsupported(changed(mesh={"dp": 2, "fsdp": -1, "tp": 2}), 8) == []
+
+
 def test_a_free_axis_takes_what_the_devices_leave():
     assert validate(changed(mesh={"fsdp": -1, "tp": 2}), devices=4) == []
     assert validate(changed(mesh={"fsdp": -1, "tp": 2})) == []
@@ -272,6 +338,10 @@ def test_c3_a_misspelt_option_is_refused_and_the_near_one_named(capsys):
         (["train", "--checkpoint.keep", "0"], "checkpoint.keep: is 0; give 1 or more"),
         (["train", "--train.accumulation", "3"], "legal accumulation: 1, 2, 4, 8, 16"),
         (["check", "--devices", "8"], "there are 8 devices"),
+        (["train", "--mesh.fsdp", "2"], "mesh: fsdp=2 needs 2 ranks, and this is one process: add --nproc 2"),
+        (["train", "--nproc", "0"], "--nproc: is 0; give 1 or more"),
+        (["train", "--nproc", "4", "--mesh.fsdp", "2"], "fsdp=2 x ep=1 x cp=1 x tp=1 = 2, but there are 4 devices"),
+        (["train", "--nproc", "2", "--mesh.cp", "2"], "mesh.cp: is 2, but this version runs dp, fsdp and tp"),
         (["sample", ".", "--tokens", "0", "--temperature", "-1"], "--temperature: is -1.0; give 0 or more"),
         (["bench", "stp"], 'unknown bench \'stp\'; did you mean "step"?'),
     ],
@@ -295,6 +365,21 @@ def test_c2_ranks_are_held_against_the_mesh(monkeypatch, capsys):
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert status("train") == 2
     assert "WORLD_SIZE='many'" in capsys.readouterr().err
+
+
+def test_ranks_do_not_start_ranks(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert status("train", "--nproc", "2", "--mesh.dp", "2") == 2
+    assert "--nproc: is 2, but 2 ranks are started already (WORLD_SIZE)" in capsys.readouterr().err
+
+
+def test_check_says_what_would_run_and_what_train_refuses(capsys):
+    assert status("check", "--mesh.fsdp", "-1", "--mesh.tp", "2", "--devices", "4") == 0
+    assert capsys.readouterr() == ("no problems found; it needs 4 ranks\n", "")
+    assert status("check", "--mesh.cp", "2") == 0
+    said = capsys.readouterr()
+    assert said.out == "no problems found; it needs 2 ranks\n"
+    assert said.err.startswith("functitan: warning: train refuses it: mesh.cp: is 2")
 
 
 @pytest.fixture

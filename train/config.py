@@ -137,7 +137,8 @@ class RulesConfig:
     experts: str | None = None
     """The experts."""
     uneven: tuple[str, ...] = ()
-    """Dims, by these names, that need not divide over their axes: some ranks then hold less of them than others."""
+    """More dims, by these names, that need not divide over their axes, as the vocabulary does not in any preset: some
+    ranks then hold less of them than others."""
 
     def rules(self) -> Rules:
         """The preset with the changes. :func:`validate` says what is wrong with them; wrong ones are left out here."""
@@ -153,7 +154,7 @@ UNEVEN_NAMES = tuple(name for name in STANDARD_NAMES if name not in DATA_NAMES)
 def _axes(text: str) -> tuple[str, ...]:
     """``"fsdp,tp"`` -> ("fsdp", "tp"); ``"none"`` -> ()."""
     axes = tuple(axis.strip() for axis in text.split(","))
-    return () if axes == ("none",) else axes
+    return () if axes == ("none",) else tuple(filter(None, axes))
 
 
 @frozen
@@ -330,8 +331,13 @@ def _jit(jit: JitConfig) -> list[str]:
 
 
 def _rules(rules: RulesConfig) -> list[str]:
-    # The axes are checked together with the mesh.
-    return [
+    # What the axes are is checked together with the mesh.
+    problems = [
+        f"rules.{name}: is {getattr(rules, name)!r}; give axes such as fsdp or fsdp,tp, or none"
+        for name in STANDARD_NAMES
+        if getattr(rules, name) is not None and not all(axis.strip() for axis in getattr(rules, name).split(","))
+    ]
+    return problems + [
         f"rules.uneven: unknown name {name!r}{near(name, UNEVEN_NAMES)}"
         for name in rules.uneven
         if name not in UNEVEN_NAMES
