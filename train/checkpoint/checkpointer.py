@@ -17,8 +17,8 @@ import torch.distributed.checkpoint as dcp
 from train.checkpoint import pieces, storage
 from train.checkpoint.finding import path_of, scan, whole
 from train.checkpoint.pieces import Piece
-from train.checkpoint.ranks import RankFailed, Ranks, Unreachable, os_error_of
-from train.checkpoint.storage import os_error_text
+from train.checkpoint.ranks import RankFailed, Ranks, Unreachable
+from train.checkpoint.storage import causes, os_error_text
 from train.errors import UserError
 
 _log = logging.getLogger("train.checkpoint")
@@ -170,7 +170,8 @@ class Checkpointer:
             self._write(step, own, size)
         except BaseException as error:
             # Raised again by wait(); logged too, because a process that ends without calling it must not be silent.
-            _log.error("%s", error)
+            if self._writers.rank == 0:
+                _log.error("%s", error)
             self._error = error
 
     def _begin(self, step: int, error: Exception | None = None) -> None:
@@ -203,20 +204,14 @@ class Checkpointer:
 
     def _explain(self, error: BaseException, step: int, size: int) -> NoReturn:
         """Raises UserError where the operating system or another rank is at fault, else what has gone wrong."""
-        where = error.where if isinstance(error, RankFailed) else ""
-        if isinstance(error, RankFailed):
-            cause: BaseException = error.error
-        elif isinstance(error, dcp.CheckpointException):
-            cause = next(iter(error.failures.values()))[0]
-        else:
-            cause = error
-        os_error = os_error_of(cause)
+        cause, os_error = causes(error)
         if isinstance(error, Unreachable):
             reason = str(error)
         elif os_error is not None:
             reason = os_error_text(os_error)
         else:
-            raise error if isinstance(error, RankFailed) else cause
+            raise cause
+        where = error.where if isinstance(error, RankFailed) else ""
         kept = next((f"; step {found.step} is still whole" for found in whole(self.folder)), "")
         raise UserError(
             f"the checkpoint of step {step} ({size / 1e9:.3g} GB) could not be saved to {self.folder}{where}: "

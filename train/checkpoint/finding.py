@@ -91,15 +91,15 @@ def load(path: str | Path, like: Any, *, device: torch.device | str | None = Non
     another format, and for other paths, shapes or dtypes than those of ``like``. Runs no code from the files.
     """
     path, ranks = Path(path), Ranks.of_default_group()
-    wanted = storage.named_leaves(like)
 
-    def check() -> tuple[storage.Metadata, dcp.Metadata]:
+    def check() -> tuple[dict[str, Any], storage.Metadata, dcp.Metadata]:
+        wanted = storage.named_leaves(like)
         metadata = storage.inspect(path)
         index = storage.read_index(path, metadata)
         storage.check_fit(path, metadata, wanted, subset)
-        return metadata, index
+        return wanted, metadata, index
 
-    metadata, index = _in_step(path, ranks, check)
+    wanted, metadata, index = _in_step(path, ranks, check)
     _in_step(path, ranks, lambda: storage.verify(path, metadata, ranks))
     loaded = _in_step(path, ranks, lambda: storage.read(path, index, wanted, device))
     return tree.unflatten(tree.structure(like), loaded.values())

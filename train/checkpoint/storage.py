@@ -346,10 +346,10 @@ def sync_folder(folder: Path) -> None:
 
 
 def causes(error: BaseException) -> tuple[BaseException, OSError | None]:
-    """The error inside DCP's wrapper, and the operating system's error that led to it."""
+    """The error inside DCP's wrapper, and the operating system's error that led to it, on whichever rank."""
     if isinstance(error, dcp.CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return error, os_error_of(error)
+    return error, os_error_of(error.error if isinstance(error, RankFailed) else error)
 
 
 def os_error_text(error: OSError) -> str:
