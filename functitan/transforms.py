@@ -95,7 +95,8 @@ def _grad_by_autograd(flat_fun: Callable, leaves: list[Tensor]) -> tuple[Tensor,
             inputs = [x.detach().requires_grad_() if outermost or not x.requires_grad else x.view_as(x) for x in leaves]
             value, aux = flat_fun(*inputs)
             if value.requires_grad:
-                gradients = torch.autograd.grad(value, inputs, create_graph=not outermost, allow_unused=True)
+                with marked("phase", "backward"):
+                    gradients = torch.autograd.grad(value, inputs, create_graph=not outermost, allow_unused=True)
             else:
                 gradients = [None] * len(inputs)
     finally:

@@ -78,6 +78,13 @@ def ops(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 
 
+def drop_dead(graph: Graph) -> None:
+    """Erases what nobody reads, collectives and waits included, which torch would keep: all ranks drop the same ones."""
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users and (node.op == "get_attr" or is_pure(node)):
+            graph.erase_node(node)
+
+
 def call(graph: Graph, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
     """A new node at the graph's insertion point, with the fake tensor that passes read."""
     node = graph.call_function(target, args, kwargs)

@@ -23,8 +23,10 @@ from functitan._torch import fakes_like, inside_transform
 from functitan.compiler import boundary, donation, passes
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
+from functitan.compiler.graphs import placeholders
 from functitan.compiler.passes import inductor as inductor_pass
 from functitan.compiler.plan import Plan
+from functitan.sharding.labels import naming
 from functitan.sharding.layout import use_plan
 
 log = logging.getLogger("functitan.jit")
@@ -221,13 +223,15 @@ class JitFunction:
         started = time.perf_counter()
         traced = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         specs = [boundary.spec_of(leaves[i]) for i in traced]
+        paths = [path for path, _ in tree.leaves_with_path(arguments)]
+        input_paths = [paths[i] for i in traced]
         result: list[tuple[tree.TreeDef, list[Any], list[boundary.Spec | None]]] = []
 
         def flat_fun(*inputs: Tensor) -> list[Tensor]:
             filled = list(leaves)
             for i, x in zip(traced, boundary.wrap_all(inputs, specs)):
                 filled[i] = x
-            with use_plan(self.plan):
+            with use_plan(self.plan), naming(dict(zip(input_paths, inputs))):
                 out, out_def = tree.flatten(self._call_bound(tree.unflatten(treedef, filled)))
                 tensors = [boundary.completed(x) for x in out if isinstance(x, Tensor)]
             statics = [None if isinstance(x, Tensor) else x for x in out]
@@ -239,9 +243,10 @@ class JitFunction:
             inputs = fakes_like(inputs)
         graph = capture(flat_fun, inputs, self.name)
         needs_grad = graph.meta["needs_grad"]
-        paths = [path for path, _ in tree.leaves_with_path(arguments)]
+        for node, path in zip(placeholders(graph.graph), input_paths):
+            node.meta["path"] = path
         donated = tuple(
-            n for n, i in enumerate(traced) if self._is_donated(paths[i]) and donation.is_dense(inputs[n])
+            n for n, path in enumerate(input_paths) if self._is_donated(path) and donation.is_dense(inputs[n])
         )
         passes.run_passes(graph.graph, donated, self.passes)
         if self.inductor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Collection, Sequence
 
@@ -99,5 +100,6 @@ def graph_facts(graph: Graph, donated: Collection[int], group_axes: GroupAxes) -
                 live=live,
             )
             for node, live in zip(nodes, lives, strict=True)
+            if node.target is not operator.getitem  # picks one of several results, and costs nothing
         ),
     )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from functitan import tree
+from functitan._torch import is_distributed
 from functitan.optim.base import (
     EmptyState,
     GradientTransformation,
@@ -208,8 +209,12 @@ def add_decayed_weights(weight_decay: float | Schedule = 0.0, mask: MaskOrFn | N
 
 def global_norm(updates: Any) -> Tensor:
     """The 2-norm of all leaves together: a 0-dim tensor, float32 or wider; zero for a tree without leaves."""
-    norms = [torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in tree.leaves(updates)]
-    # Norm of norms: on a mesh the stacked partial norms are reduced together, not once for each leaf.
+    leaves = tree.leaves(updates)
+    if any(map(is_distributed, leaves)):
+        from functitan.sharding.norm import global_norm as over_mesh
+
+        return over_mesh(leaves, max((at_least_float32(x.dtype) for x in leaves), key=lambda dtype: dtype.itemsize))
+    norms = [torch.linalg.vector_norm(x, dtype=at_least_float32(x.dtype)) for x in leaves]
     return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from functitan.sharding.labels import label_of, labelled
+
 Placements = tuple[Placement, ...]
 
 
@@ -87,25 +89,27 @@ class _ToLocal(torch.autograd.Function):
     def forward(
         x: DTensor, target: Placements, grad_target: Placements, dtype: torch.dtype, reduce_dtype: torch.dtype
     ) -> Tensor:
-        if x.dtype != dtype:
-            x = x.to(dtype)
-        local = move(x, target).to_local()
-        return local.view_as(local)
+        with labelled(label_of(x.to_local())):
+            if x.dtype != dtype:
+                x = x.to(dtype)
+            local = move(x, target).to_local()
+            return local.view_as(local)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         x, _, ctx.grad_target, _, ctx.reduce_dtype = inputs
         ctx.source, ctx.mesh, ctx.shape, ctx.dtype = x.placements, x.device_mesh, x.shape, x.dtype
+        ctx.label = label_of(x.to_local())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor | None, None, None, None, None]:
         total = _wrap(grad, ctx.mesh, ctx.grad_target, ctx.shape)
         target = complete(ctx.source)
-        if any(p.is_partial() and not q.is_partial() for p, q in zip(ctx.grad_target, target)):
-            if total.dtype != ctx.reduce_dtype:
+        with labelled(ctx.label):
+            if any(p.is_partial() for p in ctx.grad_target) and total.dtype != ctx.reduce_dtype:
                 total = total.to(ctx.reduce_dtype)
-        total = move(total, target)
-        return total.to(ctx.dtype) if total.dtype != ctx.dtype else total, None, None, None, None
+            total = move(total, target)
+            return total.to(ctx.dtype) if total.dtype != ctx.dtype else total, None, None, None, None
 
 
 class _FromLocal(torch.autograd.Function):

@@ -10,10 +10,13 @@ from collections.abc import Callable, Collection, Sequence
 
 from torch.fx import Graph
 
+from functitan.compiler.passes.bucket import bucket_by_layer
 from functitan.compiler.passes.cse import merge_duplicates
 from functitan.compiler.passes.fold import fold_constants
 from functitan.compiler.passes.order import order_by_component
 from functitan.compiler.passes.own import own_outputs
+from functitan.compiler.passes.prefetch import overlap_communication
+from functitan.compiler.passes.regather import gather_again
 from functitan.compiler.passes.reuse import reuse_buffers
 
 Pass = Callable[[Graph, Collection[int]], None]
@@ -21,11 +24,14 @@ Pass = Callable[[Graph, Collection[int]], None]
 PASSES: dict[str, Pass] = {
     "cse": merge_duplicates,
     "fold": fold_constants,
+    "regather": gather_again,
+    "bucket": bucket_by_layer,
     "order": order_by_component,
+    "prefetch": overlap_communication,
     "reuse": reuse_buffers,
 }
 DEFAULT = tuple(PASSES)
-FUNCTIONAL = ("cse", "fold")
+FUNCTIONAL = ("cse", "fold", "regather", "bucket")
 """Those that leave a functional graph, which TorchInductor is given; what the others do, it does in its own way."""
 
 

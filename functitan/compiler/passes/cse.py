@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from functitan._torch import mark_of
-from functitan.compiler.graphs import is_pure, ops, value
+from functitan.compiler.graphs import drop_dead, is_pure, ops, value
 
 _aten = torch.ops.aten
 _IDENTITIES = {_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default}
@@ -31,7 +31,7 @@ def merge_duplicates(graph: Graph, donated: Collection[int] = ()) -> None:
         if first is not node:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _drop_identities(graph: Graph) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from functitan.compiler.graphs import is_op, is_pure, ops, outputs, storages, value
+from functitan.compiler.graphs import drop_dead, is_op, is_pure, ops, outputs, storages, value
 
 # Of a constant and of each step on the way to it. A larger one is cheaper to compute again than to keep.
 _LIMIT_BYTES = 16 * 2**20
@@ -41,7 +41,7 @@ def fold_constants(graph: Graph, donated: Collection[int] = ()) -> None:
             new = graph.get_attr(name)
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
-    graph.eliminate_dead_code()
+    drop_dead(graph)
 
 
 def _constants(graph: Graph) -> dict[Node, None]:

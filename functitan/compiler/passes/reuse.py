@@ -13,6 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload
+from functitan.compiler.collectives import WAIT
 from functitan.compiler.graphs import is_op, outputs, placeholders, storages, value
 
 
@@ -52,7 +53,9 @@ def reuse_buffers(graph: Graph, donated: Collection[int] = ()) -> None:
 def _last_uses(graph: Graph) -> dict[Hashable, Node]:
     last: dict[Hashable, Node] = {}
     for node in graph.nodes:
-        for source in (*node.all_input_nodes, node):
+        # What a collective reads is read until it has been waited for.
+        sent = node.args[0].all_input_nodes if node.target is WAIT else ()
+        for source in (*node.all_input_nodes, *sent, node):
             for s in storages(source):
                 last[s] = node
     final = graph.output_node()

@@ -1,0 +1,79 @@
+"""Gathers parameters a second time for the backward pass, instead of keeping them whole since the forward pass.
+
+What was gathered for a layer's forward is freed behind it, so that a rank holds the whole of one or two layers at a
+time (ZeRO stage 3, Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7.2.2). Kept is what nothing else is
+gathered behind before it is used again: the last layer of the forward pass is the first of the backward pass.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection
+
+import torch
+from torch.fx import Graph, Node
+
+from functitan.compiler.collectives import ALL_GATHER, WAIT, is_backward, label, stable_sort
+from functitan.compiler.graphs import is_view, ops
+
+_aten = torch.ops.aten
+_COPIES = {_aten.cat.default, _aten.clone.default, _aten._to_copy.default, _aten.constant_pad_nd.default, WAIT}
+
+
+def gather_again(graph: Graph, donated: Collection[int] = ()) -> None:
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    gathers = [node for node in ops(graph) if node.target is ALL_GATHER and label(node) is not None]
+    moved = False
+    for gather in gathers:
+        if is_backward(gather):
+            continue
+        chain = _made_of(gather)
+        later = [(node, user) for node in chain for user in node.users if is_backward(user) and user not in chain]
+        if not later:
+            continue
+        first = min(position[user] for _, user in later)
+        if not any(
+            position[gather] < position[other] < first and label(other).unit != label(gather).unit for other in gathers
+        ):
+            continue
+        _again(graph, chain, later)
+        moved = True
+    if moved:
+        stable_sort(graph, list(graph.nodes))
+
+
+def _made_of(gather: Node) -> dict[Node, None]:
+    """The gather and what forward makes of it by views, casts and rearrangement alone, in the order of the program."""
+    chain: dict[Node, None] = {gather: None}
+    waiting = [gather]
+    while waiting:
+        for user in waiting.pop(0).users:
+            if user not in chain and _rearranges(user) and not is_backward(user):
+                if all(source in chain for source in user.all_input_nodes):
+                    chain[user] = None
+                    waiting.append(user)
+    return chain
+
+
+def _rearranges(node: Node) -> bool:
+    return node.target is operator.getitem or node.target in _COPIES or is_view(node)
+
+
+def _again(graph: Graph, chain: dict[Node, None], later: list[tuple[Node, Node]]) -> None:
+    needed: set[Node] = set()
+    waiting = [node for node, _ in later]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += [source for source in node.all_input_nodes if source in chain]
+    position = {node: i for i, node in enumerate(graph.nodes)}
+    anchor = min((user for _, user in later), key=position.__getitem__)
+    copies: dict[Node, Node] = {}
+    for node in sorted(needed, key=position.__getitem__):
+        with graph.inserting_before(anchor):
+            copy = graph.node_copy(node, lambda source: copies.get(source, source))
+        copy.meta = {**node.meta, "custom": {**(node.meta.get("custom") or {}), "phase": "backward"}}
+        copies[node] = copy
+    for node, user in later:
+        user.replace_input_with(node, copies[node])
