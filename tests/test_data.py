@@ -111,6 +111,16 @@ def test_prefetching_changes_nothing_but_the_time():
     ahead.close()
 
 
+def test_a_fingerprint_tells_texts_apart_and_not_how_they_are_kept():
+    documents = [range(100, 130), range(50)]
+    one = corpus_of(documents, EOD)
+    assert one.fingerprint() == attrs.evolve(one, tokens=one.tokens.astype("uint16")).fingerprint()
+    others = [documents[::-1], [range(100, 130), range(51)], [[*range(100, 129), 7], range(50)], [range(100, 131)]]
+    assert len({one.fingerprint(), *(corpus_of(other, EOD).fingerprint() for other in others)}) == 5
+    # As many tokens, of which the documents end elsewhere.
+    assert one.fingerprint() != attrs.evolve(one, ends=one.ends - [1, 0]).fingerprint()
+
+
 # Validation -------------------------------------------------------------------------------------------------------
 
 

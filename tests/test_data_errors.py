@@ -6,6 +6,8 @@ import os
 import re
 import sys
 import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -207,6 +209,21 @@ def test_large_byte_text_is_mapped_and_equal_to_the_one_in_memory(tmp_path, monk
     assert len(list(Path(config.cache_dir).iterdir())) == 1
     for a, b in ((small.train, large.train), (small.held_out, large.held_out)):
         assert a.corpus.tokens.tolist() == b.corpus.tokens.tolist() and a.corpus.ends.tolist() == b.corpus.ends.tolist()
+
+
+def test_ranks_of_a_machine_tokenise_a_text_once(words, monkeypatch):
+    builds, build = [], corpus_module._build_cache
+
+    def slow(*args):
+        builds.append(args)
+        time.sleep(0.3)
+        build(*args)
+
+    monkeypatch.setattr(corpus_module, "_build_cache", slow)
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda _: build_data(words, 3).train.corpus.tokens.tolist(), range(3)))
+    assert found == [WORDS] * 3 and len(builds) == 1
+    assert len(list(Path(words.cache_dir).iterdir())) == 1, "the lock is gone"
 
 
 def test_a_failed_build_leaves_nothing_behind(words, monkeypatch):

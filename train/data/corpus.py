@@ -32,7 +32,7 @@ _IN_MEMORY = 256 << 20
 # Documents are encoded in groups of about this many bytes: enough for a tokenizer's threads, little memory.
 _GROUP = 4 << 20
 # Elements of an array that a fingerprint reads.
-_FINGERPRINT = 1_000_000
+_FINGERPRINT = 10_000
 _SIDES = ("train", "held_out")
 
 
@@ -51,8 +51,8 @@ class Corpus:
         return Corpus(self.tokens[start:stop], ends - start)
 
     def fingerprint(self) -> str:
-        """Its length and a hash of its documents' ends and of up to a million tokens, spread evenly: a text that was
-        changed is told from the old one by its length, if by nothing else, and a terabyte is not read for it."""
+        """Its length, and a hash of some ten thousand tokens and ends of documents, spread evenly: cheap for any size.
+        Other text is told by it; so is changed text, unless the change is small and leaves every length as it is."""
         digest = hashlib.blake2b(digest_size=8)
         for array in (self.tokens, self.ends):
             part = array[:: max(len(array) // _FINGERPRINT, 1)]
@@ -148,7 +148,11 @@ def _only_one(path: Path) -> Iterator[None]:
     """One of the processes that come here with this path at a time: the ranks of a machine tokenise a text once."""
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # ends with the file, however that ends
-        yield
+        try:
+            yield
+        finally:
+            # Who waits has the file open, and finds the work done; if it failed, two may do it, which is no harm.
+            path.unlink(missing_ok=True)
 
 
 def _build_cache(
