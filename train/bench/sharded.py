@@ -6,7 +6,7 @@ Every rank has the same number of rows, so FSDP2's average of the ranks' gradien
 from __future__ import annotations
 
 import datetime
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import attrs
@@ -19,15 +19,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import functitan as ft
-from functitan import optim, random, tree
+from functitan import random, tree
 from functitan.compiler.passes import DEFAULT
 from models import llama
-from sharding_specs import PRESETS, MeshSpec
 from train.bench.module import Llama, from_params
 from train.bench.rounds import Work
-from train.bench.variants import CLIP, LEARNING_RATE, Setting, make_adamw, make_optimizer, need_compiler
-from train.build import build_model
-from train.config import RunConfig, TrainConfig
+from train.bench.variants import B1, B2, CLIP, LEARNING_RATE, WEIGHT_DECAY, Setting, make_adamw, need_compiler
+from train.build import build
+from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
 from train.hardware import default_device
 from train.step import make_train_step
 
@@ -60,23 +59,25 @@ def make_functional(
     passes: Sequence[str] = DEFAULT,
     inductor: bool = False,
 ) -> Work:
-    """functitan's step on the mesh fsdp=size; ``setting.batch_size`` is the rows of a rank."""
+    """functitan's step on the mesh fsdp=size, as ``functitan train`` builds it.
+
+    Args:
+        setting: its ``batch_size`` is the rows of a rank.
+        captured: otherwise the plain function runs.
+    """
     if inductor:
         need_compiler()
     device = _join(rank)
-    specs = llama.declare(setting.model)
-    optimizer = make_optimizer(specs)
-    plan = ft.compile_specs(specs, PRESETS["all"], MeshSpec(fsdp=rank.size))
-    held = [ft.init_state(plan, random.key(setting.seed, device=device), optimizer)]
+    parts = build(_config(setting, precision, rank.size), rank.size)
+    held = [ft.init_state(parts.plan, random.key(setting.seed, device=device), parts.optimizer)]
     tokens, labels = _rows(setting, rank, device)
-    batch = ft.shard_batch(plan, {"tokens": tokens, "labels": labels})
-    model = build_model(RunConfig(model=setting.model, train=TrainConfig(precision=precision)))
-    step = make_train_step(model, optimizer, optim.constant_schedule(LEARNING_RATE))
+    batch = ft.shard_batch(parts.plan, {"tokens": tokens, "labels": labels})
+    step = make_train_step(parts.model, parts.optimizer, parts.schedule)
     if captured:
-        step = ft.jit(step, plan, donate=("state",), passes=passes, inductor=inductor)
+        step = ft.jit(step, parts.plan, donate=("state",), passes=passes, inductor=inductor)
 
     def run() -> float:
-        with ft.use_plan(plan):
+        with ft.use_plan(parts.plan):
             held[0], metrics = step(held[0], batch)
         return metrics["loss"].item()
 
@@ -109,7 +110,7 @@ def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: 
     def loss_fn(tokens: Tensor, labels: Tensor) -> Tensor:
         return token_losses(model(tokens), labels)
 
-    step_loss: Callable[[Tensor, Tensor], Tensor] = torch.compile(loss_fn) if compiled == "whole" else loss_fn
+    step_loss = torch.compile(loss_fn) if compiled == "whole" else loss_fn
 
     def run() -> float:
         loss = step_loss(tokens, labels)
@@ -120,6 +121,18 @@ def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: 
         return loss.item()  # of this rank's rows: what all ranks' is, no step has to know
 
     return Work(run, 3 * _bytes(list(model.parameters())), device.type)
+
+
+def _config(setting: Setting, precision: Precision, size: int) -> RunConfig:
+    return RunConfig(
+        model=setting.model,
+        train=TrainConfig(precision=precision),
+        optim=OptimConfig(
+            learning_rate=LEARNING_RATE, schedule="constant", warmup_steps=0, b1=B1, b2=B2, weight_decay=WEIGHT_DECAY,
+            clip_norm=CLIP,
+        ),
+        mesh=MeshConfig(fsdp=size),
+    )  # fmt: skip
 
 
 def _shard(model: Llama, mesh: DeviceMesh, precision: Precision, tied: bool) -> None:

@@ -107,16 +107,8 @@ def model_config(name: str) -> llama.LlamaConfig:
     return recipe("debug").model if name == "debug" else llama.SIZES[name]
 
 
-def make_optimizer(specs: Any) -> optim.GradientTransformation:
-    """The optimizer of every variant in functitan's words."""
-    return optim.chain(
-        optim.clip_by_global_norm(CLIP),
-        optim.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY, mask=optim.decay_mask(specs)),
-    )
-
-
 def make_adamw(model: nn.Module) -> torch.optim.AdamW:
-    """The same of a module, less the clipping: norms do not decay."""
+    """The optimizer of a module, less the clipping: norms do not decay."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     return torch.optim.AdamW(
@@ -127,7 +119,10 @@ def make_adamw(model: nn.Module) -> torch.optim.AdamW:
 
 def _functional(setting: Setting) -> tuple[Callable, ft.TrainState, dict[str, Tensor]]:
     specs = llama.declare(setting.model)
-    optimizer = make_optimizer(specs)
+    optimizer = optim.chain(
+        optim.clip_by_global_norm(CLIP),
+        optim.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY, mask=optim.decay_mask(specs)),
+    )
     params, tokens, labels = _start(setting)
     state = ft.init_state(ft.compile_specs(specs), random.key(setting.seed), optimizer)
     state = attrs.evolve(state, params=params)
