@@ -26,6 +26,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 __all__ = [
+    "FAKE_BACKEND",
     "DATA_DEPENDENT",
     "OpOverload",
     "fakes_like",
@@ -40,6 +41,9 @@ __all__ = [
     "storage_id",
     "trace",
 ]
+
+FAKE_BACKEND = "fake"
+"""The process group backend that sends nothing, with which one process stands for many."""
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What tracing raises where a shape or a branch depends on values."""

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from functitan import init, nn, random, tree
 from functitan.nn import RopeScaling, RotaryTable
+from functitan.precision import Precision
 from functitan.transforms import constrain
 from functitan.transforms import remat as rematerialised
 from sharding_specs import Param
@@ -169,7 +170,8 @@ def apply(
     cfg: LlamaConfig,
     *,
     key: Tensor | None = None,
-    remat: Literal["none", "full"] = "none",
+    remat: Literal["none", "selective", "full"] = "none",
+    precision: Precision = Precision(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """The logits of the token after each token.
 
@@ -180,10 +182,12 @@ def apply(
             all before it).
         cfg: the architecture the parameters were declared with.
         key: for dropout; None turns dropout off.
-        remat: "full" keeps only each layer's input for the backward pass and computes the rest again.
+        remat: "full" keeps only each layer's input for the backward pass and computes the rest again; "selective"
+            keeps the results of products and attention as well.
+        precision: the dtypes of activations and logits.
 
     Returns:
-        [batch, seq, vocab], in the parameters' dtype.
+        [batch, seq, vocab], in the output dtype.
 
     Raises:
         KeyError: the batch has no ``tokens``.
@@ -196,13 +200,11 @@ def apply(
                             cfg.rope_scaling)  # fmt: skip
     mask = None if documents is None else nn.attention_mask(place, causal=True, documents=documents)
 
-    x = nn.embedding(params["embed"], tokens)
+    x = nn.embedding(params["embed"], tokens, dtype=precision.compute_dtype(params["embed"].dtype))
     x = constrain(x, ("batch", "seq", "embed"))
     layer = partial(_layer, cfg=cfg)
-    if remat == "full":
-        layer = rematerialised(layer)
-    elif remat != "none":
-        raise ValueError(f"remat={remat!r}; legal: 'none', 'full'")
+    if remat != "none":
+        layer = rematerialised(layer, policy=remat)
     stacks = tree.map(lambda stack: stack.unbind(0), dict(params["layers"]))
     for i in range(cfg.n_layers):
         layer_key = random.fold_in(key, i) if key is not None and cfg.dropout else None
@@ -210,7 +212,8 @@ def apply(
 
     x = nn.rms_norm(x, params["norm"], cfg.norm_eps)
     unembed = params["embed"].t() if cfg.tied_embeddings else params["unembed"]
-    return constrain(nn.linear(x, unembed), ("batch", "seq", "vocab"))
+    logits = constrain(nn.linear(x, unembed), ("batch", "seq", "vocab"))
+    return logits.to(precision.output_dtype(logits.dtype))
 
 
 def _layer(

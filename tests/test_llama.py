@@ -155,7 +155,7 @@ def test_recomputation_keeps_the_numbers_dropout_included():
     kept = loss_and_gradients(params, batch, cfg, key=random.key(1))
     again = loss_and_gradients(params, batch, cfg, key=random.key(1), remat="full")
     assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=True))
-    with pytest.raises(ValueError, match="remat='some'; legal: 'none', 'full'"):
+    with pytest.raises(ValueError, match="policy='some'; legal: 'none', 'selective', 'full'"):
         llama.apply(params, batch, cfg, remat="some")
 
 

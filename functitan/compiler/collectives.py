@@ -45,11 +45,11 @@ def is_backward(node: Node) -> bool:
 
 
 def signature(graph: Graph) -> list[str]:
-    """What all ranks must agree on: the kind and sizes of every collective, in order."""
+    """What all ranks must agree on: the kind of every collective, in order. Sizes may differ where shards do."""
     return [
-        f"{node.target.overloadpacket.__name__} of {value(node).dtype}".replace("torch.", "")
+        f"{node.target.overloadpacket.__name__} of {str(val.dtype).removeprefix('torch.')}"
         for node in collectives(graph)
-        if value(node) is not None
+        if (val := value(node)) is not None
     ]
 
 

@@ -21,9 +21,11 @@ from torch.fx import GraphModule
 from functitan import tree
 from functitan._torch import fakes_like, inside_transform
 from functitan.compiler import boundary, donation, passes
+from functitan.compiler.agreement import check_agreement
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
 from functitan.compiler.graphs import placeholders
+from functitan.compiler.mesh import device_mesh
 from functitan.compiler.passes import inductor as inductor_pass
 from functitan.compiler.plan import Plan
 from functitan.sharding.labels import naming
@@ -212,6 +214,8 @@ class JitFunction:
 
     def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: _Key) -> Captured:
         captured = self._captured(arguments, leaves, treedef, self._reason(arguments, key))
+        if self.plan is not None and self.plan.mesh.size > 1:
+            check_agreement(captured.graph.graph, self.name, device_mesh(self.plan.mesh).device_type)
         level = logging.INFO if not self._cache else logging.WARNING
         log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, captured.reason)
         if len(self._cache) + 1 == _MANY_CAPTURES:

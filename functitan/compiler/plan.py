@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from functitan import tree
+from functitan.precision import Precision
 from sharding_specs import DTYPE_BYTES, BatchSpec, MeshSpec, P, Param, Rules, SpecError, check_leaves, region
 from sharding_specs.partition import entry_axes
 from sharding_specs.problem import did_you_mean
@@ -28,12 +29,14 @@ class Plan:
       rules: logical name -> mesh axes, for activations as well: ``plan.rules.spec(names, plan.mesh)``.
       mesh: the mesh, every size known.
       specs: the layout of each parameter by path, with one entry a dim, in the order of the tree's leaves.
+      precision: of it, the dtype in which gradients are added up over the ranks; the model is given the rest.
     """
 
     params: Any
     rules: Rules
     mesh: MeshSpec
     specs: dict[str, P]
+    precision: Precision = Precision()
 
     def spec(self, path: str) -> P:
         """The layout of the parameter at a path. Raises ValueError where there is none."""
@@ -180,6 +183,7 @@ def compile_specs(
     batch: BatchSpec | None = None,
     devices: int | None = None,
     activations: Collection[str] = (),
+    precision: Precision = Precision(),  # noqa: B008 (immutable)
 ) -> Plan:
     """Checks a tree of Param against rules and a mesh, and gives every parameter its layout.
 
@@ -190,6 +194,7 @@ def compile_specs(
       batch: the sizes of a step, if they are to be checked as well.
       devices: how many there are; the product of the mesh must be that, and one size may be -1: what is left of them.
       activations: logical names that only activations have, beyond "batch" and "seq".
+      precision: see :class:`functitan.precision.Precision`.
 
     Raises:
       SpecError: the layout cannot work. A ValueError that lists every problem, one a line, with the legal values.
@@ -200,7 +205,7 @@ def compile_specs(
         raise SpecError(problems)
     if devices is not None:
         mesh = mesh.resolve(devices)
-    return Plan(params, rules, mesh, {path: rules.spec(param.names, mesh) for path, param in leaves})
+    return Plan(params, rules, mesh, {path: rules.spec(param.names, mesh) for path, param in leaves}, precision)
 
 
 def placements(spec: P, mesh: MeshSpec) -> tuple[Placement, ...]:

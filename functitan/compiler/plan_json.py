@@ -25,14 +25,15 @@ import attrs
 
 from functitan import init
 from functitan.compiler.plan import Plan, compile_specs
+from functitan.precision import Precision
 from sharding_specs import MeshSpec, Param, Rules
 from sharding_specs.problem import did_you_mean
 
-VERSION = 1
+VERSION = 2
 """Of the text: raised whenever what is written changes."""
 
 _VERSION_KEY = "functitan_plan"
-_KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "params")
+_KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "precision", "params")
 _PARAM_KEYS = ("shape", "names", "init", "dtype", "decay", "layout")
 
 Path = tuple[str, ...]
@@ -59,6 +60,7 @@ def to_json(plan: Plan) -> str:
         "mesh": json.dumps(dict(plan.mesh)),
         "rules": json.dumps(dict(plan.rules)),
         "uneven": json.dumps(sorted(plan.rules.uneven)),
+        "precision": json.dumps(attrs.asdict(plan.precision)),
         "params": _write(plan.params, (), "  ", plan),
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {value}" for key, value in body.items())
@@ -90,7 +92,10 @@ def _plan(whole: dict[str, Any]) -> Plan:
     uneven = [_is(name, str, "uneven") for name in _is(whole["uneven"], list, "uneven")]
     rules = _built("uneven", lambda: rules.allow_uneven(*uneven))
     layouts: dict[str, Any] = {}
-    plan = compile_specs(_read(whole["params"], (), layouts), rules, mesh, activations=tuple(rules))
+    precision = _built("precision", lambda: Precision(**_is(whole["precision"], dict, "precision")))
+    plan = compile_specs(
+        _read(whole["params"], (), layouts), rules, mesh, activations=tuple(rules), precision=precision
+    )
     for path, layout in layouts.items():
         expected = _jsonable(plan.spec(path))
         if layout != expected:

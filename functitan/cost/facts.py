@@ -73,6 +73,11 @@ class Facts:
                 peak, at, phase = fact.live, fact.op, fact.phase
         return Memory(sum(peak), dict(zip(PARTS, peak)), at, phase, sum(self.start))
 
+    @property
+    def totals(self) -> tuple[tuple[CollectiveCount, ...], dict[str, int], dict[str, int], Memory]:
+        """All that is reported: collectives, operations, uncounted operators and memory."""
+        return self.collectives, self.flops, self.uncounted, self.memory
+
 
 def graph_facts(graph: Graph, donated: Collection[int], group_axes: GroupAxes) -> Facts:
     """The facts of a captured graph.

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from functitan.sharding import layout
 from functitan.sharding.labels import label_of, labelled
 
 Placements = tuple[Placement, ...]
@@ -152,10 +153,19 @@ def to_local(
         grad_placements: what the gradient of the result will be; None: as ``placements``. Where every rank uses the
             same values for other data, the gradients are partial sums.
         dtype: of the result; values are cast before they are sent. None: that of ``x``.
-        reduce_dtype: in which partial gradients are added up; None: that of ``x``.
+        reduce_dtype: in which partial gradients are added up; None: as the plan in force says, or that of ``x``.
     """
+    if reduce_dtype is None:
+        reduce_dtype = _reduce_dtype(x.dtype)
     grad = tuple(placements) if grad_placements is None else tuple(grad_placements)
-    return _ToLocal.apply(x, tuple(placements), grad, dtype or x.dtype, reduce_dtype or x.dtype)
+    return _ToLocal.apply(x, tuple(placements), grad, dtype or x.dtype, reduce_dtype)
+
+
+def _reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+    current = layout.current()
+    if current is None or not dtype.is_floating_point:
+        return dtype
+    return current.plan.precision.reduce_dtype(dtype)
 
 
 def from_local(
