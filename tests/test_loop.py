@@ -1,5 +1,6 @@
 """Runs from the command line: resume, stop, refusals. Tiny models; several runs in one process."""
 
+import contextlib
 import json
 import os
 import signal
@@ -103,6 +104,18 @@ def add(self, at, *rest, **kwargs):
 loop._Meter.add = add
 sys.exit(main(sys.argv[1:]))
 """
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "interrupted"),
+    [("SIGTERM", "SIGTERM", False), ("SIGINT", "SIGINT", True), ("SIGTERM", "SIGINT", True), ("SIGINT", "SIGTERM", True)],
+)
+def test_a_second_signal(first, second, interrupted):
+    with loop._stop_signals() as received:
+        signal.raise_signal(signal.Signals[first])
+        assert received == [signal.Signals[first]]
+        with pytest.raises(KeyboardInterrupt) if interrupted else contextlib.nullcontext():
+            signal.raise_signal(signal.Signals[second])
 
 
 def test_more_steps_go_on_where_it_finished(corpus, tmp_path, capsys):

@@ -317,11 +317,14 @@ class _Meter:
 
 @contextlib.contextmanager
 def _stop_signals() -> Iterator[list[int]]:
-    """A list that SIGTERM and the first SIGINT put their number into; a second SIGINT interrupts at once."""
+    """A list that SIGTERM and the first SIGINT put their number into; any signal beside a SIGINT interrupts at once.
+
+    A second Ctrl-C reaches a rank as a SIGTERM after the SIGINT: the launcher passes on the first one only as it is.
+    """
     received: list[int] = []
 
     def note(number: int, _: Any) -> None:
-        if number == signal.SIGINT and received:
+        if received and signal.SIGINT in (number, received[0]):
             raise KeyboardInterrupt
         received.append(number)
 
