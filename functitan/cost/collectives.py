@@ -101,7 +101,7 @@ def collective_of(node: Node, group_axes: GroupAxes, phase: str | None = None) -
     outputs = tensors_of(node)
     dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in inputs})
     return Collective(
-        kind=_kind(node.target.overloadpacket.__name__),
+        kind=kind_of(node),
         axes=axes,
         ranks=ranks,
         dtype=", ".join(dtypes),
@@ -131,7 +131,9 @@ def line(near: Collective, far: Collective, steps: int) -> Collective:
     )
 
 
-def _kind(name: str) -> str:
+def kind_of(node: Node) -> str:
+    """What a collective is called in :class:`Collective`."""
+    name = node.target.overloadpacket.__name__
     for ending in ("_", "_out", "_coalesced", "_single", "_tensor", "_into"):
         name = name.removesuffix(ending)
     return name

@@ -11,8 +11,11 @@ from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload, storage_id
 from functitan.compiler.graphs import outputs, placeholders
-from functitan.cost.collectives import is_collective, is_wait
+from functitan.cost.collectives import is_collective, is_wait, kind_of
 from functitan.cost.parts import PARTS, parts_of
+
+_SEND_A_COPY = ("all_reduce", "broadcast")
+"""Kinds that work in place on their result, a copy of what they are given."""
 
 Live = tuple[int, ...]
 """Bytes by part, in the order of ``PARTS``."""
@@ -65,6 +68,10 @@ def timeline(graph: Graph, donated: Collection[int] = ()) -> tuple[Live, list[Li
         walk.make(node)
         if i not in donated:
             walk.hold(walk.where[node][0])
+    for node in graph.nodes:
+        if node.op == "get_attr":  # a constant of the graph, which is always there
+            walk.make(node)
+            walk.hold(walk.where[node][0])
     start = walk.live()
     for node in placeholders(graph):
         if node not in last_use:
@@ -74,9 +81,6 @@ def timeline(graph: Graph, donated: Collection[int] = ()) -> tuple[Live, list[Li
         ending.setdefault(last, []).append(node)
     lives = []
     for node in graph.nodes:
-        if node.op == "get_attr":
-            walk.make(node)
-            walk.hold(walk.where[node][0])
         if node.op != "call_function":
             continue
         walk.run(node)
@@ -104,7 +108,7 @@ class _Walk:
 
     def run(self, node: Node) -> None:
         self.make(node)
-        last_wait = _last_wait(node) if is_collective(node) else None
+        last_wait = _last_wait(node) if is_collective(node) and kind_of(node) not in _SEND_A_COPY else None
         if last_wait is not None:
             read = {buffer for source in node.all_input_nodes for buffer in self.where[source]}
             for buffer in read:

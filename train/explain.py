@@ -1,0 +1,222 @@
+"""``functitan explain``: what a run costs each rank, on a laptop: layout, collectives, operations and peak memory.
+
+The train step is captured for one rank of a fake process group, which has the size of the mesh and no other member.
+A deep model is not captured whole: models of a few layers are, and the figures are extrapolated from them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import attrs
+import tyro
+from attrs import frozen
+
+from models import llama
+from sharding_specs.partition import entry_axes
+from train import options
+from train.config import RUNNABLE_AXES, RunConfig, validate
+from train.config_text import ConfigError
+from train.errors import UserError
+from train.options import RunOptions
+
+if TYPE_CHECKING:
+    from functitan.compiler.jit import Captured
+    from functitan.compiler.plan import Plan
+    from functitan.cost import Explanation
+
+SHALLOW = 4
+"""Layers of the first capture of three, each one layer deeper: fewer have no two layers alike once passes have moved
+what communicates from one layer to the next."""
+BATCH_ARRAYS = ("tokens", "labels", "positions", "documents")
+
+
+@frozen
+class ExplainOptions:
+    """A run, and how to show what it costs."""
+
+    job: Annotated[RunOptions, tyro.conf.arg(name="")]
+    devices: int | None = None
+    """How many devices will run it: gives a mesh axis of -1 its size. None: the product of the mesh."""
+    rank: int = 0
+    """The rank to explain. All do the same where dims divide evenly."""
+    json: bool = False
+    """Print the figures as JSON."""
+    graph: Path | None = None
+    """Write the code that the rank runs to this file. Captures every layer: a deep model takes minutes."""
+
+
+def main(args: Sequence[str]) -> int:
+    """Runs ``functitan explain`` and returns its exit status.
+
+    Raises:
+        ConfigError: a mistake in the options or the configuration; nothing has been captured yet.
+        UserError: the file of ``--graph`` cannot be written.
+        SystemExit: from tyro.
+    """
+    text = "Print what a run costs each rank: layout, collectives, operations, memory. Needs no GPU and runs nothing."
+    parsed = options._parse(ExplainOptions, args, "functitan explain", text)
+    config = _checked(parsed)
+    explanation, captured = explain(config, parsed.rank, whole=parsed.graph is not None)
+    if parsed.graph is not None:
+        _write(parsed.graph, captured.source)
+    if parsed.json:
+        print(json.dumps({**run_facts(config), **explanation.to_json()}, indent=1))
+    else:
+        print(report(config, explanation))
+    return 0
+
+
+def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Explanation, Captured]:
+    """What the train step of a run costs a rank.
+
+    Args:
+        config: valid, every size of its mesh known, of dp, fsdp and tp alone.
+        rank: one of the mesh.
+        whole: capture every layer, and do not extrapolate.
+
+    Returns:
+        The explanation, and the last capture that it is read from: the whole step's, unless it is extrapolated.
+
+    Raises:
+        RuntimeError: this process is in a process group already.
+    """
+    from functitan import cost
+
+    depth, shallow = config.model.n_layers, _shallow(config)
+    with cost.fake_group(config.mesh.spec().size, rank):
+        if not whole and shallow is not None:
+            try:
+                return _extrapolated(config, rank, shallow, depth)
+            except cost.NotRegularError as error:
+                _note(f"capturing all {depth} layers, since the shallow graphs say too little: {error}")
+        captured, plan = capture(config)
+        return cost.explain(captured, plan, rank=rank), captured
+
+
+def capture(config: RunConfig, layers: int | None = None) -> tuple[Captured, Plan]:
+    """The captured train step of a run, with another number of layers where one is given.
+
+    Raises:
+        RuntimeError: there is no process group of the size of the mesh (see ``functitan.cost.fake_group``).
+    """
+    import functitan as ft
+    from train.build import build
+    from train.step import make_train_step
+
+    if layers is not None:
+        config = attrs.evolve(config, model=attrs.evolve(config.model, n_layers=layers))
+    parts = build(config, config.mesh.spec().size)
+    step = make_train_step(parts.model, parts.optimizer, parts.schedule, config.train.accumulation)
+    step = ft.jit(step, parts.plan, donate=("state",), passes=config.jit.passes)
+    state = ft.abstract_state(parts.plan, parts.optimizer)
+    batch = ft.abstract_batch(parts.plan, BATCH_ARRAYS, config.train.batch_size, config.train.seq_len)
+    return step.lower(state, batch), parts.plan
+
+
+def run_facts(config: RunConfig) -> dict[str, Any]:
+    """Of the run as a whole, for JSON.
+
+    ``batch_size``, ``seq_len``, ``accumulation``, ``layers``, ``precision``, ``remat``; ``model_flops`` of all ranks in
+    a step, recomputation not counted; ``model_flops_per_rank``, which model flops utilisation divides by the seconds
+    of a step and the peak of a device.
+    """
+    train = config.train
+    model_flops = llama.flops_per_token(config.model, train.seq_len) * train.batch_size * train.seq_len
+    return {
+        "batch_size": train.batch_size,
+        "seq_len": train.seq_len,
+        "accumulation": train.accumulation,
+        "layers": config.model.n_layers,
+        "precision": train.precision,
+        "remat": train.remat,
+        "model_flops": model_flops,
+        "model_flops_per_rank": model_flops / config.mesh.spec().size,
+    }
+
+
+def report(config: RunConfig, explanation: Explanation) -> str:
+    """The explanation as text, with the basis of model flops utilisation (PaLM, Chowdhery et al., 2022, appendix B)."""
+    facts = run_facts(config)
+    needed, done = facts["model_flops_per_rank"], explanation.total_flops
+    lines = [
+        f"A step: {facts['batch_size']} sequences of {facts['seq_len']} tokens in {facts['accumulation']} parts, "
+        f"{facts['layers']} layers, {facts['precision']}, remat {facts['remat']}; kernels as on a CPU",
+        "",
+        str(explanation),
+        "",
+        f"Model FLOPs: {facts['model_flops']:.4g} in a step, {needed:.4g} on each rank; the graph does "
+        f"{done / needed:.3f} times that",
+        f"  model flops utilisation = {needed:.4g} / (seconds of a step x peak FLOP/s of a device)",
+    ]
+    if config.jit.inductor:
+        lines.append("Inductor (jit.inductor) fuses operators beyond this: its peak memory differs.")
+    return "\n".join(lines)
+
+
+def _checked(parsed: ExplainOptions) -> RunConfig:
+    """The configuration with every size of its mesh known; all that can be refused is refused here."""
+    config, devices = parsed.job.run, parsed.devices
+    if devices is not None and devices < 1:
+        raise ConfigError([f"--devices: is {devices}; give 1 or more"])
+    options.raise_problems(validate(config, devices))
+    mesh = config.mesh.spec()
+    free = [axis for axis, size in mesh.items() if size == -1]
+    if free and devices is None:
+        raise ConfigError(
+            [f"mesh.{free[0]}: is -1, what the devices leave: give their number with --devices, or --mesh.{free[0]}"]
+        )
+    mesh = mesh.resolve(devices if free else mesh.size)
+    others = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in RUNNABLE_AXES]
+    if others:
+        raise ConfigError(
+            [f"mesh: has {', '.join(others)}, but this version explains dp, fsdp and tp: give the others 1"]
+        )
+    if not 0 <= parsed.rank < mesh.size:
+        raise ConfigError([f"--rank: is {parsed.rank}; give 0 to {mesh.size - 1}, a rank of the mesh"])
+    if parsed.graph is not None and (parsed.graph.is_dir() or not parsed.graph.parent.is_dir()):
+        raise ConfigError([f"--graph: {parsed.graph} is no file in an existing folder"])
+    return attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
+
+
+def _shallow(config: RunConfig) -> int | None:
+    """The layers of the shallowest of three captures; None where capturing the model whole is as quick, or its layers
+    are themselves split, so that a shallow model has another layout."""
+    rules, mesh = config.rules.rules(), config.mesh.spec()
+    split = math.prod(mesh[axis] for axis in entry_axes(rules.get("layers")) if axis in mesh)
+    return SHALLOW if split == 1 and config.model.n_layers > 3 * SHALLOW + 3 else None
+
+
+def _extrapolated(config: RunConfig, rank: int, shallow: int, depth: int) -> tuple[Explanation, Captured]:
+    from functitan import cost
+
+    depths = (shallow, shallow + 1, shallow + 2)
+    _note(f"capturing {depths[0]}, {depths[1]} and {depths[2]} of {depth} layers")
+    found = []
+    for layers in depths:
+        captured, plan = capture(config, layers)
+        found.append(cost.facts_of(captured, plan))
+    predicted = cost.extrapolate(found[0], found[1], shallow, 2)
+    if predicted.totals != found[2].totals:
+        raise cost.NotRegularError(f"{depths[2]} layers cost other than {depths[0]} and {depths[1]} predict")
+    from train.build import build
+
+    facts = cost.extrapolate(found[1], found[2], shallow + 1, depth - shallow - 1)
+    plan = build(config, config.mesh.spec().size).plan
+    return cost.summarize(facts, plan, rank=rank, captured_layers=depths), captured
+
+
+def _write(path: Path, source: str) -> None:
+    try:
+        path.write_text(source, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}: give another file with --graph") from error
+
+
+def _note(text: str) -> None:
+    print(f"functitan: note: {text}", file=sys.stderr, flush=True)
