@@ -108,7 +108,12 @@ sys.exit(main(sys.argv[1:]))
 
 @pytest.mark.parametrize(
     ("first", "second", "interrupted"),
-    [("SIGTERM", "SIGTERM", False), ("SIGINT", "SIGINT", True), ("SIGTERM", "SIGINT", True), ("SIGINT", "SIGTERM", True)],
+    [
+        ("SIGTERM", "SIGTERM", False),
+        ("SIGINT", "SIGINT", True),
+        ("SIGTERM", "SIGINT", True),
+        ("SIGINT", "SIGTERM", True),
+    ],
 )
 def test_a_second_signal(first, second, interrupted):
     with loop._stop_signals() as received:
