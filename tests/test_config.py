@@ -246,12 +246,14 @@ def test_rules_that_cannot_be_meant(rules, expected):
 
 def test_rules_decide_what_divides():
     uneven = changed(model={"hidden_dim": 345}, mesh={"tp": 2})
-    assert any("mlp=345, does not divide over tp=2" in problem for problem in validate(uneven, devices=2))
+    found = [problem for problem in validate(uneven, devices=2) if "mlp=345, does not divide over tp=2" in problem]
+    assert found and all("let shards be uneven: --rules.uneven mlp" in problem for problem in found)
     for rules in ({"uneven": ("mlp",)}, {"mlp": "none"}):
         assert validate(attrs.evolve(uneven, rules=RulesConfig(**rules)), devices=2) == [], rules
     # Sequence parallelism splits the sequence over tp too, and can be switched off.
     odd = changed(train={"seq_len": 255}, mesh={"tp": 2})
-    assert any(problem.startswith("train.seq_len: ") for problem in validate(odd, devices=2))
+    (problem,) = validate(odd, devices=2)
+    assert problem.startswith("train.seq_len: ") and problem.endswith("--rules.seq cp")
     assert validate(attrs.evolve(odd, rules=RulesConfig(seq="cp")), devices=2) == []
     assert build(attrs.evolve(odd, rules=RulesConfig(seq="cp")), 2).plan.rules["seq"] == "cp"
 

@@ -7,6 +7,7 @@ that is wrong with one, :func:`dump` writes it as YAML and ``parse(dump(config))
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -358,4 +359,10 @@ def _layout(config: RunConfig, devices: int | None) -> list[str]:
     options |= {"batch/size": "train.batch_size"}
     options |= {f"batch/{name}": f"train.{name}" for name in ("seq_len", "accumulation")}
     layout = [str(attrs.evolve(problem, path=options.get(problem.path, problem.path))) for problem in found]
-    return [f"model: {problem}" for problem in broken] + layout
+    return [f"model: {problem}" for problem in broken] + [_with_options(problem) for problem in layout]
+
+
+def _with_options(text: str) -> str:
+    """A hint to change the rules in Python as the options that do it."""
+    text = re.sub(r'rules\.allow_uneven\("(\w+)"\)', r"--rules.uneven \1", text)
+    return re.sub(r'rules\.replace\((\w+)="(\w+)"\)', r"--rules.\1 \2", text)
