@@ -165,24 +165,7 @@ def _print(
         highlight=False,
     )
     compiled = faster(figures)
-    bases = {BASE: figures.get(BASE), "compiled": figures.get(compiled) if compiled else None}
-    table = Table(padding=(0, 0))
-    table.add_column("variant", no_wrap=True)
-    span, over = "(min, max)", [f"over\n{name}" for name in bases]
-    for title in ("ms/step", span, over[0], span, over[1], span, "peak\nMiB", *over, "start\ns", "loss"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for name, f in figures.items():
-        ratios = [spread(f.ratios(base), ".2f") if base else ("n/a", "") for base in bases.values()]
-        table.add_row(
-            name,
-            *spread([1e3 * s for s in f.seconds], ".1f"),
-            *(text for pair in ratios for text in pair),
-            mib(f.peak_bytes),
-            *(_ratio(f.peak_bytes, base.peak_bytes if base else None) for base in bases.values()),
-            f"{f.start_seconds:.1f}",
-            f"{f.loss:.4f}",
-        )
-    console.print(table)
+    console.print(_table(figures, compiled))
     if compiled is not None:
         console.print(f"compiled: {compiled}, the fastest of {', '.join(c for c in COMPILED if c in figures)}")
     for mine, other in (("jit", BASE), ("jit+inductor", compiled)):
@@ -205,6 +188,27 @@ def _print(
     console.print(NOTES)
     for name, reason in failed.items():
         console.print(f"{name}: not measured: {reason}", markup=False)
+
+
+def _table(figures: dict[str, Figures], compiled: str | None) -> Table:
+    bases = {BASE: figures.get(BASE), "compiled": figures.get(compiled) if compiled else None}
+    table = Table(padding=(0, 0))
+    table.add_column("variant", no_wrap=True)
+    span, over = "(min, max)", [f"over\n{name}" for name in bases]
+    for title in ("ms/step", span, over[0], span, over[1], span, "peak\nMiB", *over, "start\ns", "loss"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for name, f in figures.items():
+        ratios = [spread(f.ratios(base), ".2f") if base else ("n/a", "") for base in bases.values()]
+        table.add_row(
+            name,
+            *spread([1e3 * s for s in f.seconds], ".1f"),
+            *(text for pair in ratios for text in pair),
+            mib(f.peak_bytes),
+            *(_ratio(f.peak_bytes, base.peak_bytes if base else None) for base in bases.values()),
+            f"{f.start_seconds:.1f}",
+            f"{f.loss:.4f}",
+        )
+    return table
 
 
 def _ratio(mine: int | None, theirs: int | None) -> str:
