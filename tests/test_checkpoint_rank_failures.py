@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_helpers import RankPool, full_disk, local, names, place, run_python
+from checkpoint_helpers import full_disk, local, names, place, run_python
+from rank_pool import RankPool
 from torch.distributed.tensor import Shard, init_device_mesh
 
 from train.checkpoint import Checkpointer, checkpointer, latest, load, storage

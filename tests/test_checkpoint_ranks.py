@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from checkpoint_helpers import (
     AdamState,
-    RankPool,
     State,
     abstract,
     assert_bit_equal,
@@ -25,6 +24,7 @@ from checkpoint_helpers import (
     place,
     raw,
 )
+from rank_pool import RankPool
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, init_device_mesh
 
 from functitan import random, tree

@@ -129,11 +129,11 @@ def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: i
 
 
 def gather(x: Any) -> Any:
-    """A tree with every DTensor in it gathered whole on every rank, in memory of its own; other leaves as they are.
+    """A copy of a tree of tensors with every DTensor in it gathered whole on every rank.
 
     For tests and small models: a rank has to hold all of it. Every rank must call it.
     """
-    return tree.map(lambda leaf: leaf.detach().full_tensor().clone() if is_distributed(leaf) else leaf, x)
+    return tree.map(lambda leaf: (leaf.full_tensor() if is_distributed(leaf) else leaf).detach().clone(), x)
 
 
 def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Tensor]) -> Any:
