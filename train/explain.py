@@ -18,7 +18,6 @@ import tyro
 from attrs import frozen
 
 from models import llama
-from sharding_specs.partition import entry_axes
 from train import options
 from train.config import RUNNABLE_AXES, RunConfig, validate
 from train.config_text import ConfigError
@@ -33,6 +32,9 @@ if TYPE_CHECKING:
 SHALLOW = 4
 """Layers of the first capture of three, each one layer deeper: fewer have no two layers alike once passes have moved
 what communicates from one layer to the next."""
+SMALL_NUMEL = 1024
+"""Tensors up to this size join nothing in the pass that orders the update (``passes.order``), so what is stacked over
+layers must be larger in the shallow models too if it is in the deep one."""
 BATCH_ARRAYS = ("tokens", "labels", "positions", "documents")
 
 
@@ -88,7 +90,7 @@ def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Expl
     """
     from functitan import cost
 
-    depth, shallow = config.model.n_layers, _shallow(config)
+    depth, shallow = config.model.n_layers, _shallow(config, rank)
     with cost.fake_group(config.mesh.spec().size, rank):
         if not whole and shallow is not None:
             try:
@@ -184,12 +186,23 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
     return attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
 
 
-def _shallow(config: RunConfig) -> int | None:
+def _shallow(config: RunConfig, rank: int) -> int | None:
     """The layers of the shallowest of three captures; None where capturing the model whole is as quick, or its layers
     are themselves split, so that a shallow model has another layout."""
-    rules, mesh = config.rules.rules(), config.mesh.spec()
-    split = math.prod(mesh[axis] for axis in entry_axes(rules.get("layers")) if axis in mesh)
-    return SHALLOW if split == 1 and config.model.n_layers > 3 * SHALLOW + 3 else None
+    plan, depth = _plan(config), config.model.n_layers
+    if plan.mesh.shards(plan.rules["layers"]) > 1:
+        return None
+    stacked = [plan.local_shape(path, rank) for path in plan.specs if path.startswith("layers/")]
+    smallest = min(math.prod(shape[1:]) for shape in stacked)
+    larger = SMALL_NUMEL // smallest + 1 if smallest * depth > SMALL_NUMEL else 1
+    layers = max(SHALLOW, larger)
+    return layers if depth > 3 * layers + 3 else None
+
+
+def _plan(config: RunConfig) -> Plan:
+    from train.build import build
+
+    return build(config, config.mesh.spec().size).plan
 
 
 def _extrapolated(config: RunConfig, rank: int, shallow: int, depth: int) -> tuple[Explanation, Captured]:
@@ -204,11 +217,8 @@ def _extrapolated(config: RunConfig, rank: int, shallow: int, depth: int) -> tup
     predicted = cost.extrapolate(found[0], found[1], shallow, 2)
     if predicted.totals != found[2].totals:
         raise cost.NotRegularError(f"{depths[2]} layers cost other than {depths[0]} and {depths[1]} predict")
-    from train.build import build
-
     facts = cost.extrapolate(found[1], found[2], shallow + 1, depth - shallow - 1)
-    plan = build(config, config.mesh.spec().size).plan
-    return cost.summarize(facts, plan, rank=rank, captured_layers=depths), captured
+    return cost.summarize(facts, _plan(config), rank=rank, captured_layers=depths), captured
 
 
 def _write(path: Path, source: str) -> None:

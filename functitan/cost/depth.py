@@ -5,6 +5,9 @@ pass and again in the backward pass. The graph of one layer more has one more re
 what a layer costs. All of it is linear in the number of layers: how often an operator occurs, the size of what is
 stacked over layers, and the bytes alive at an operator, in the depth of the model and in the number of its layer. So
 the table of the deep graph is written out without making that graph, and its peak is a maximum over all its rows.
+
+A pass that decides by a size breaks the line where the size crosses its threshold: the order of the update, and with it
+the bytes alive there, changes where what is stacked over layers grows beyond ``passes.order``'s 1,024 elements.
 """
 
 from __future__ import annotations

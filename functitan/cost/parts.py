@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload, mark_of
-from functitan.compiler.graphs import is_view, placeholders
+from functitan.compiler.graphs import is_view, ops, placeholders
 from functitan.cost.collectives import is_collective, is_wait, tensors_of
 from functitan.cost.flops import flops_of, is_elementwise, is_uncounted
 
@@ -45,18 +45,14 @@ def part_of_input(path: str | None) -> str:
 def phases_of(graph: Graph) -> dict[Node, str | None]:
     """"forward", "backward" or "update" for each operator; None for all where capture has marked no backward pass.
 
-    What carries the mark is backward. What comes from it unmarked, and never goes back into it, is update: the sum
-    over microbatches, norm, optimizer. The rest is forward.
+    What carries the mark is backward. What goes into none of it, and comes from it, or straight from parameters and
+    optimizer state, is update: the sum over microbatches, norm, optimizer. The rest is forward.
     """
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    marked = {node for node in nodes if mark_of(node, "phase") == "backward"}
+    nodes, marked = _marked(graph)
     if not marked:
         return dict.fromkeys(nodes)
-    later, before = _reached(graph.nodes, marked), _reaching(graph.nodes, marked)
-    return {
-        node: "backward" if node in marked else "update" if node in later and node not in before else "forward"
-        for node in nodes
-    }
+    update = _downstream(graph, marked | _stateful(graph), _reaching(graph.nodes, marked))
+    return {node: "backward" if node in marked else "update" if node in update else "forward" for node in nodes}
 
 
 def parts_of(graph: Graph) -> dict[Node, str]:
@@ -68,20 +64,10 @@ def parts_of(graph: Graph) -> dict[Node, str]:
     communication, back to the product or sum that made it.
     """
     inputs = {node: part_of_input(node.meta.get("path")) for node in placeholders(graph)}
-    stateful = {node for node, part in inputs.items() if part in ("parameters", "optimizer")}
-    nodes = [node for node in graph.nodes if node.op == "call_function"]
-    marked = {node for node in nodes if mark_of(node, "phase") == "backward"}
+    nodes, marked = _marked(graph)
     anchors = marked or {node for node in nodes if _is_heavy(node)}
-    work = _reaching(graph.nodes, anchors)
-    update: set[Node] = set()
-    roots: list[Node] = []
-    for node in nodes:
-        sources = node.all_input_nodes
-        if node not in work and any(source in update or source in stateful for source in sources):
-            update.add(node)
-            roots += [s for s in sources if s.op == "call_function" and s not in update and not _is_scalar(s)]
-    # The state may meet a gradient before another value does that was made of it alone: not a gradient either way.
-    gradients = _made_of(roots, update)
+    update = _downstream(graph, _stateful(graph), _reaching(graph.nodes, anchors))
+    gradients = _made_of([source for node in update for source in node.all_input_nodes], update)
     weights = _from_alone({node for node, part in inputs.items() if part == "parameters"}, nodes, update)
 
     def part(node: Node) -> str:
@@ -95,7 +81,28 @@ def parts_of(graph: Graph) -> dict[Node, str]:
     return found | inputs | {node: "other" for node in graph.nodes if node.op == "get_attr"}
 
 
+def _marked(graph: Graph) -> tuple[list[Node], set[Node]]:
+    """The operators, and those of them that capture has marked as backward."""
+    nodes = list(ops(graph))
+    return nodes, {node for node in nodes if mark_of(node, "phase") == "backward"}
+
+
+def _stateful(graph: Graph) -> set[Node]:
+    """The arguments that are parameters or optimizer state."""
+    return {n for n in placeholders(graph) if part_of_input(n.meta.get("path")) in ("parameters", "optimizer")}
+
+
+def _downstream(graph: Graph, starts: set[Node], barred: set[Node]) -> set[Node]:
+    """The operators that read one of ``starts``, or one another, and are none of ``barred``."""
+    found: set[Node] = set()
+    for node in ops(graph):
+        if node not in barred and any(source in found or source in starts for source in node.all_input_nodes):
+            found.add(node)
+    return found
+
+
 def _made_of(roots: Iterable[Node], update: set[Node]) -> set[Node]:
+    """``roots``, less scalars and operators of the update, and what was turned into them element by element."""
     found: set[Node] = set()
     waiting = list(roots)
     while waiting:
@@ -137,15 +144,8 @@ def _is_scalar(node: Node) -> bool:
     return all(x.numel() <= 1 for x in tensors_of(node))
 
 
-def _reached(nodes: Iterable[Node], starts: set[Node]) -> set[Node]:
-    found = set(starts)
-    for node in nodes:
-        if any(source in found for source in node.all_input_nodes):
-            found.add(node)
-    return found
-
-
 def _reaching(nodes: Iterable[Node], ends: set[Node]) -> set[Node]:
+    """``ends``, and all that they are made of."""
     found = set(ends)
     for node in reversed(list(nodes)):
         if node in found:

@@ -113,8 +113,7 @@ class Explanation:
     def __str__(self) -> str:
         blocks = [self._params(), self._collectives(), self._flops(), self._memory()]
         if self.captured_layers:
-            depths = " and ".join(map(str, self.captured_layers))
-            blocks.append(f"Extrapolated from captures of {depths} layers, of which the last checks the others.")
+            blocks.append(f"Extrapolated from captures of {', '.join(map(str, self.captured_layers))} layers.")
         return "\n\n".join(blocks)
 
     def _params(self) -> str:

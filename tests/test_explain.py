@@ -1,0 +1,148 @@
+"""``functitan explain``: what it prints, what it refuses, and that a deep model's figures are those of its graph."""
+
+import json
+
+import attrs
+import pytest
+import torch.distributed as dist
+
+from functitan import cost
+from functitan.compiler.passes import order
+from models.llama import flops_per_token
+from train import explain, recipes
+from train.config import MeshConfig
+from train.config_text import ConfigError
+from train.errors import UserError
+
+SMALL = ["debug", "--model.n-layers", "1", "--train.seq-len", "32", "--train.batch-size", "8"]
+
+
+def data(capsys, *args):
+    assert explain.main([*SMALL, *args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+class TestOutput:
+    def test_is_a_report(self, capsys):
+        assert explain.main([*SMALL, "--mesh.fsdp", "2"]) == 0
+        text = capsys.readouterr().out
+        for line in (
+            "A step: 8 sequences of 32 tokens in 1 parts, 1 layers, float32, remat none",
+            "Parameters on rank 0 of 2 (fsdp=2)",
+            "Collectives in a step: ",
+            "Operations in a step on this rank: ",
+            "Peak memory of tensors on this rank: ",
+            "Model FLOPs: ",
+        ):
+            assert line in text
+        assert "Extrapolated" not in text
+        assert not dist.is_initialized()
+
+    def test_as_json_has_the_documented_keys(self, capsys):
+        found = data(capsys, "--mesh.fsdp", "2")
+        assert set(found) == {
+            "batch_size", "seq_len", "accumulation", "layers", "precision", "remat", "model_flops",
+            "model_flops_per_rank", "mesh", "rank", "params", "collectives", "wire_bytes", "flops", "total_flops",
+            "uncounted", "memory", "captured_layers",
+        }  # fmt: skip
+        config = attrs.evolve(recipes.recipe("debug").model, n_layers=1)
+        assert found["model_flops"] == flops_per_token(config, 32) * 8 * 32 == 2 * found["model_flops_per_rank"]
+        assert found["captured_layers"] == []
+        assert found["uncounted"] == {}
+        assert found["mesh"]["fsdp"] == 2
+
+    def test_of_512_ranks_needs_one_process(self, capsys):
+        found = data(capsys, "--mesh.dp", "512", "--train.batch-size", "512", "--rank", "511")
+        assert {(row["kind"], tuple(row["axes"]), row["ranks"]) for row in found["collectives"]} == {
+            ("all_reduce", ("dp",), 512)
+        }
+        assert found["rank"] == 511
+        assert found["memory"]["parts"]["parameters"] == sum(row["bytes"] for row in found["params"])
+
+    def test_names_the_rows_of_the_last_rank(self, capsys):
+        """264 rows of the vocabulary over 5 ranks: 53 on each, and 52 on the last."""
+        args = ["--mesh.fsdp", "5", "--rules.embed", "none", "--rules.vocab", "fsdp", "--rules.uneven", "vocab"]
+        found = data(capsys, *args, "--train.batch-size", "10", "--rank", "4")
+        rows = {row["path"]: row["local_shape"] for row in found["params"]}
+        assert rows["embed"][0] == 52
+
+    def test_writes_the_code(self, tmp_path, capsys):
+        file = tmp_path / "step.py"
+        assert explain.main([*SMALL, "--graph", str(file)]) == 0
+        code = file.read_text()
+        compile(code, "step.py", "exec")
+        assert code.startswith("def run(inputs):")
+        assert "aten_mm_default" in code
+
+    def test_that_cannot_be_written_is_one_line(self, tmp_path, monkeypatch):
+        def full(path, source):
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr("pathlib.Path.write_text", lambda path, text, **options: full(path, text))
+        with pytest.raises(UserError, match="cannot write .*step.py: No space left"):
+            explain.main([*SMALL, "--graph", str(tmp_path / "step.py")])
+
+
+class TestDeepModels:
+    def test_have_exactly_the_figures_of_their_graph(self, capsys):
+        recipe = recipes.recipe("debug")
+        # So wide that what is stacked over layers is larger than SMALL_NUMEL in the shallow models as well.
+        config = attrs.evolve(
+            recipe,
+            model=attrs.evolve(recipe.model, n_layers=16, dim=320, n_heads=10, n_kv_heads=2, rope_scaling=None),
+            train=attrs.evolve(recipe.train, batch_size=4, seq_len=32, remat="full"),
+        )
+        extrapolated, _ = explain.explain(config)
+        assert extrapolated.captured_layers == (4, 5, 6)
+        assert "Extrapolated from captures of 4, 5, 6 layers" in str(extrapolated)
+        assert "capturing 4, 5 and 6 of 16 layers" in capsys.readouterr().err
+        whole, _ = explain.explain(config, whole=True)
+        assert attrs.evolve(extrapolated, captured_layers=()) == whole
+
+    def test_are_captured_whole_where_shallow_ones_say_too_little(self, monkeypatch, capsys):
+        recipe = recipes.recipe("debug")
+        config = attrs.evolve(recipe, train=attrs.evolve(recipe.train, batch_size=4, seq_len=32))
+        monkeypatch.setattr(explain, "_shallow", lambda config, rank: 1)
+        found, _ = explain.explain(config)
+        assert found.captured_layers == ()
+        assert "capturing all 4 layers" in capsys.readouterr().err
+
+    def test_are_not_extrapolated_from_smaller_stacks_than_the_pass_order_tells_apart(self):
+        assert explain.SMALL_NUMEL == order._SCALAR_NUMEL
+        big = recipes.recipe("llama3-70b")
+        for ranks, layers in ((64, 4), (512, 9)):  # 8192 / 64 ranks of fsdp = 128: 1,024 are in 8 layers
+            config = attrs.evolve(big, mesh=MeshConfig(fsdp=ranks // 8, tp=8))
+            assert explain._shallow(config, 0) == layers
+
+
+class TestMistakes:
+    @pytest.mark.parametrize(
+        ("args", "message"),
+        [
+            (["llama3-8b"], "mesh.fsdp: is -1.*--devices"),
+            (["llama3-8b", "--devices", "0"], "--devices: is 0"),
+            (["llama3-8b", "--mesh.fsdp", "8", "--mesh.tp", "3"], "legal tp: 1, 2, 4, 8"),
+            (["debug", "--mesh.fsdp", "2", "--devices", "3"], "fsdp=2.*3 devices"),
+            (["debug", "--mesh.cp", "2"], "has cp=2, but this version explains dp, fsdp and tp"),
+            (["debug", "--mesh.pp", "2", "--mesh.fsdp", "2"], "has pp=2, but this version"),
+            (["debug", "--rank", "1"], "--rank: is 1; give 0 to 0"),
+            (["debug", "--rank", "-1"], "--rank: is -1"),
+            (["debug", "--graph", "no/such/folder/step.py"], "--graph: no/such/folder/step.py is no file"),
+            (["debug", "--train.batch-size", "6", "--train.accumulation", "4"], "accumulation"),
+            (["debug", "--jit.passes", "magic"], "unknown pass 'magic'"),
+        ],
+    )
+    def test_are_told_before_anything_is_captured(self, args, message, monkeypatch):
+        monkeypatch.setattr(explain, "explain", None)  # calling it would be a TypeError
+        monkeypatch.setenv("WORLD_SIZE", "7")  # has nothing to say here
+        with pytest.raises(ConfigError, match=message):
+            explain.main(args)
+
+    def test_a_mesh_of_minus_one_takes_what_the_devices_leave(self):
+        parsed = explain.ExplainOptions(explain.RunOptions(recipes.recipe("llama3-70b")), devices=512)
+        assert explain._checked(parsed).mesh.fsdp == 64
+
+    def test_a_process_in_a_group_is_refused(self):
+        config = attrs.evolve(recipes.recipe("debug"), mesh=MeshConfig(fsdp=2))
+        with cost.fake_group(2), pytest.raises(RuntimeError, match="can only be made in a process that is in none"):
+            explain.explain(config)
