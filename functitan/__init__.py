@@ -16,9 +16,10 @@ from functitan.compiler.jit import disable_jit, jit
 from functitan.compiler.mesh import device_mesh
 from functitan.compiler.place import abstract_batch, abstract_state, gather, init_params, init_state, shard_batch
 from functitan.compiler.plan import Plan, compile_specs
+from functitan.remat import remat
 from functitan.sharding.layout import use_plan
 from functitan.state import TrainState
-from functitan.transforms import constrain, grad, jvp, remat, scan, value_and_grad, vjp, vmap
+from functitan.transforms import constrain, grad, jvp, scan, value_and_grad, vjp, vmap
 
 __all__ = [
     "CaptureError",

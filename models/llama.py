@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import attrs
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor
 from functitan import init, nn, random, tree
 from functitan.nn import RopeScaling, RotaryTable
 from functitan.precision import Precision
+from functitan.remat import RematPolicy
+from functitan.remat import remat as rematerialised
 from functitan.transforms import constrain
-from functitan.transforms import remat as rematerialised
 from sharding_specs import Param
 
 _INT32 = 2**31 - 1
@@ -170,7 +171,7 @@ def apply(
     cfg: LlamaConfig,
     *,
     key: Tensor | None = None,
-    remat: Literal["none", "selective", "full"] = "none",
+    remat: RematPolicy = "none",
     precision: Precision = Precision(),  # noqa: B008 (immutable)
 ) -> Tensor:
     """The logits of the token after each token.

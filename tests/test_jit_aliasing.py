@@ -10,7 +10,8 @@ from functitan import tree
 from functitan.compiler.capture import CaptureError
 from functitan.compiler.graphs import ops
 from functitan.compiler.jit import disable_jit, jit
-from functitan.transforms import grad, remat
+from functitan.remat import remat
+from functitan.transforms import grad
 
 BACKENDS = [{}, {"inductor": True}]
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from functitan.transforms import constrain, grad, jvp, remat, scan, value_and_grad, vjp, vmap
+from functitan.remat import remat
+from functitan.transforms import constrain, grad, jvp, scan, value_and_grad, vjp, vmap
 
 
 def quadratic(params, x):

@@ -79,7 +79,7 @@ def ops(graph: Graph) -> Iterator[Node]:
 
 
 def drop_dead(graph: Graph) -> None:
-    """Erases what nobody reads, collectives and waits included, which torch would keep: all ranks drop the same ones."""
+    """Erases what nobody reads. Collectives and waits as well, which torch would keep: all ranks drop the same."""
     for node in reversed(graph.nodes):
         if node.op in ("call_function", "get_attr") and not node.users and (node.op == "get_attr" or is_pure(node)):
             graph.erase_node(node)

@@ -122,7 +122,7 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """A batch without values, on the meta device: int64 [batch, seq] under each name, as :func:`shard_batch` lays it."""
+    """A batch without values, on the meta device: int64 [batch, seq] under each name, laid out by `shard_batch`."""
     rows = batch_size // plan.mesh.shards(plan.batch_spec[0])
     with torch.device("meta"):
         return shard_batch(plan, {name: torch.empty(rows, seq_len, dtype=torch.int64) for name in names})
