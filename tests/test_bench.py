@@ -170,6 +170,8 @@ def test_what_is_compared_with_what():
     assert list(shard.disagreements(figures, "float32")) == ["plain", "jit+inductor"]
     assert list(shard.disagreements(figures, "bfloat16")) == ["jit+inductor"]
     assert shard.disagreements({"jit": figures["jit"]}, "float32") == {}
+    learnt = {"fsdp2": figures_of([1.0], (9.0, 1e-2, 1e-5)), "jit": figures_of([1.0], (9.0, 1.001e-2, 2e-5))}
+    assert shard.disagreements(learnt, "float32") == {}
 
 
 def test_variants_and_mistakes_in_the_options():

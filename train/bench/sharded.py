@@ -24,7 +24,7 @@ from functitan.compiler.passes import DEFAULT
 from models import llama
 from train.bench.module import Llama, from_params
 from train.bench.rounds import Work
-from train.bench.variants import B1, B2, CLIP, LEARNING_RATE, WEIGHT_DECAY, Setting, make_adamw, need_compiler
+from train.bench.variants import B1, B2, CLIP, WEIGHT_DECAY, Setting, make_adamw, need_compiler
 from train.build import build
 from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
 from train.hardware import default_device
@@ -32,6 +32,8 @@ from train.step import make_train_step
 
 Precision = Literal["float32", "bfloat16"]
 Compiled = Literal["no", "blocks", "whole"]
+LEARNING_RATE = 1e-4
+"""So low that a large model does not learn its one batch by heart at once: losses near 0 would compare nothing."""
 
 
 @attrs.frozen
@@ -103,7 +105,7 @@ def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: 
         for layer in model.layers:
             layer.compile(fullgraph=True)
     _shard(model, mesh, precision, setting.model.tied_embeddings)
-    optimizer = make_adamw(model)
+    optimizer = make_adamw(model, LEARNING_RATE)
     tokens, labels = _rows(setting, rank, device)
     token_losses = torch.compile(_mean_loss) if compiled == "blocks" else _mean_loss
 

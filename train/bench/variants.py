@@ -107,13 +107,13 @@ def model_config(name: str) -> llama.LlamaConfig:
     return recipe("debug").model if name == "debug" else llama.SIZES[name]
 
 
-def make_adamw(model: nn.Module) -> torch.optim.AdamW:
+def make_adamw(model: nn.Module, learning_rate: float = LEARNING_RATE) -> torch.optim.AdamW:
     """The optimizer of a module, less the clipping: norms do not decay."""
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     return torch.optim.AdamW(
         [{"params": decayed}, {"params": rest, "weight_decay": 0.0}],
-        lr=LEARNING_RATE, betas=(B1, B2), weight_decay=WEIGHT_DECAY, fused=True,
+        lr=learning_rate, betas=(B1, B2), weight_decay=WEIGHT_DECAY, fused=True,
     )  # fmt: skip
 
 
