@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 
 import attrs
@@ -36,7 +37,7 @@ def make_train_step(
         ``train_step(state, batch)``; ``batch`` has int64 ``tokens`` and ``labels`` [batch, seq], and what else the
         model reads. Metrics are scalars: ``loss`` (nats a token: the sum over all valid labels, divided once),
         ``grad_norm`` before clipping, ``learning_rate``, ``tokens`` (valid labels), ``skipped`` (1 if the gradients
-        were not finite and nothing changed).
+        were not finite, or no label was valid, and nothing changed).
     """
 
     def loss_fn(params, part: Batch, key: Tensor) -> tuple[Tensor, Tensor]:
@@ -45,28 +46,31 @@ def make_train_step(
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Tensor]]:
         keys = random.split(random.fold_in(state.key, state.step), accumulation)
         parts = {name: rearrange(x, "(b parts) s -> parts b s", parts=accumulation) for name, x in batch.items()}
-        total = None
+        losses, accumulated = [], None
         for i in range(accumulation):
             part = {name: x[i] for name, x in parts.items()}
             (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, part, keys[i])
-            total = (loss, count, grads) if total is None else tree.map(torch.add, total, (loss, count, grads))
-        loss_sum, count, grads = total
-        grads = tree.map(lambda g: g / count, grads)
+            losses.append(loss)
+            if accumulated is None:
+                accumulated = optim.AccumulatedGradients(grads, count)
+            else:
+                accumulated = optim.accumulate(accumulated, grads, count)
+        count, grads = accumulated.weight, optim.mean_gradients(accumulated)
 
         grad_norm = optim.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optim.apply_updates(state.params, updates)
 
-        finite = torch.isfinite(grad_norm)  # false too where no label was valid: 0 / 0
+        good = torch.isfinite(grad_norm) & (count > 0)
         params, opt_state = tree.map(
-            lambda new, old: torch.where(finite, new, old), (params, opt_state), (state.params, state.opt_state)
+            lambda new, old: torch.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
         )
         metrics = {
-            "loss": loss_sum / count,
+            "loss": functools.reduce(torch.add, losses) / count,
             "grad_norm": grad_norm,
             "learning_rate": torch.as_tensor(schedule(state.step - state.skipped), dtype=torch.float32),
             "tokens": count,
-            "skipped": (~finite).to(torch.int64),
+            "skipped": (~good).to(torch.int64),
         }
         state = attrs.evolve(
             state,

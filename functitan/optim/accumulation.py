@@ -24,7 +24,7 @@ from functitan.optim.base import GradientTransformation, map_matching, zero_coun
 
 
 class AccumulatedGradients(NamedTuple):
-    """Gradients of summed losses, in float32, and the weight (a float32 0-dim tensor) to divide them by."""
+    """Gradients of summed losses, in float32, and how many losses they are of, an int64 0-dim tensor."""
 
     total: Any
     weight: Tensor
@@ -40,19 +40,20 @@ class MultiStepsState(NamedTuple):
 
 def zero_gradients(params: Any) -> AccumulatedGradients:
     """Nothing accumulated yet."""
-    return AccumulatedGradients(zeros_like(params), zero_count(params).to(torch.float32))
+    return AccumulatedGradients(zeros_like(params), zero_count(params).to(torch.int64))
 
 
-def accumulate(accumulated: AccumulatedGradients, grads: Any, weight: float | Tensor) -> AccumulatedGradients:
+def accumulate(accumulated: AccumulatedGradients, grads: Any, weight: int | Tensor) -> AccumulatedGradients:
     """Adds one microbatch.
 
     Args:
         accumulated: what came before.
         grads: the gradients of the **sum** of the losses of the microbatch, not of their mean.
-        weight: how many losses that sum has: a number or a 0-dim tensor.
+        weight: how many losses that sum has: an int or an integer 0-dim tensor.
 
     Raises:
-        ValueError: the gradients do not fit, or the weight has dims or is a negative number.
+        ValueError: the gradients do not fit, or the weight has dims or is negative.
+        TypeError: the weight is no integer.
     """
     _check_weight("accumulate", weight)
     total = map_matching("accumulate", torch.add, accumulated.total, grads=grads)
@@ -91,7 +92,7 @@ def multi_steps(inner: GradientTransformation, every: int) -> GradientTransforma
         return MultiStepsState(zero_count(params), inner.init(params), zero_gradients(params))
 
     def update(
-        updates: Any, state: MultiStepsState, params: Any = None, *, weight: float | Tensor | None = None
+        updates: Any, state: MultiStepsState, params: Any = None, *, weight: int | Tensor | None = None
     ) -> tuple[Any, MultiStepsState]:
         if weight is None:
             raise ValueError(
@@ -115,10 +116,13 @@ def multi_steps(inner: GradientTransformation, every: int) -> GradientTransforma
 
 
 def _check_weight(where: str, weight: Any) -> None:
+    legal = "weight counts losses: an int or an integer 0-dim tensor"
     if isinstance(weight, Tensor):
         if weight.ndim:
-            raise ValueError(f"{where}: weight must be a number or a 0-dim tensor; it has shape {tuple(weight.shape)}")
-    elif not isinstance(weight, numbers.Real):
-        raise TypeError(f"{where}: weight must be a number or a 0-dim tensor, not {type(weight).__name__}")
-    elif not weight >= 0:
+            raise ValueError(f"{where}: {legal}; it has shape {tuple(weight.shape)}")
+        if weight.is_floating_point() or weight.is_complex():
+            raise TypeError(f"{where}: {legal}; its dtype is {str(weight.dtype).removeprefix('torch.')}")
+    elif isinstance(weight, bool) or not isinstance(weight, numbers.Integral):
+        raise TypeError(f"{where}: {legal}, not {type(weight).__name__} {weight!r}")
+    elif weight < 0:
         raise ValueError(f"{where}: weight={weight}; legal: >= 0")
