@@ -99,6 +99,19 @@ class TestMemory:
         assert parts["gradients"] == plan.param_bytes
         assert parts["activations"] < 1024
 
+    def test_gradients_are_told_apart_without_marks_too(self):
+        """Of a step that takes its gradients in its own way, capture does not know what is backward."""
+        captured, plan = captured_step()
+        norm = next(n for n, phase in cost.phases_of(captured.graph.graph).items()
+                    if phase == "update" and "vector_norm" in str(n.target))  # fmt: skip
+        for node in captured.graph.graph.nodes:
+            node.meta.pop("custom", None)
+        assert set(cost.phases_of(captured.graph.graph).values()) == {None}
+        _, lives = cost.timeline(captured.graph.graph, captured.donated)
+        nodes = [node for node in captured.graph.graph.nodes if node.op == "call_function"]
+        parts = dict(zip(cost.PARTS, lives[nodes.index(norm)]))
+        assert parts["gradients"] == plan.param_bytes
+
     def test_gathered_parameters_are_told_apart(self, alone, sharded):
         assert cost.explain(*alone).memory.parts["gathered"] == 0
         _, plan, explanation, facts = sharded

@@ -91,13 +91,10 @@ def collective_of(node: Node, group_axes: GroupAxes, phase: str | None = None) -
     """
     if not is_collective(node):
         return None
-    arguments = node.normalized_arguments(None, normalize_to_only_use_kwargs=True)
-    given = {**(arguments.kwargs if arguments is not None else node.kwargs)}
-    name = given.get("group_name")
-    axes, ranks = group_axes(name if isinstance(name, str) else getattr(name, "group_name", ""))
-    written = given.pop("out", None)
-    sent = [source for source in node.all_input_nodes if source is not written]
-    inputs = [x for source in sent for x in tensors_of(source)]
+    given = dict(zip((argument.name for argument in node.target._schema.arguments), node.args)) | node.kwargs
+    group = given.get("group_name")
+    axes, ranks = group_axes(group if isinstance(group, str) else group.group_name)
+    inputs = [x for source in node.all_input_nodes if source is not given.get("out") for x in tensors_of(source)]
     outputs = tensors_of(node)
     dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in inputs})
     return Collective(
