@@ -462,7 +462,7 @@ def test_usage_needs_no_torch():
     code = "import sys; from train.cli import main; main(['--help']); sys.exit('torch' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    assert [line.split()[0] for line in run.stdout.splitlines()[2:7]] == list(cli.COMMANDS)
+    assert [line.split()[0] for line in run.stdout.splitlines()[2 : 2 + len(cli.COMMANDS)]] == list(cli.COMMANDS)
 
 
 def test_recipes_are_what_help_offers():

@@ -6,13 +6,13 @@ import functools
 from typing import Any
 
 import attrs
-import torch
 
 import functitan as ft
-from functitan import optim, tree
+from functitan import optim
+from functitan.precision import Precision
 from models import llama
 from sharding_specs import SpecError
-from train.config import OptimConfig, RunConfig
+from train.config import OptimConfig, RunConfig, TrainConfig
 from train.config_text import ConfigError
 from train.step import Model
 
@@ -35,7 +35,8 @@ def build(config: RunConfig, devices: int = 1) -> Parts:
     """
     params = llama.declare(config.model)
     try:
-        plan = ft.compile_specs(params, config.rules.rules(), config.mesh.spec().resolve(devices))
+        mesh = config.mesh.spec().resolve(devices)
+        plan = ft.compile_specs(params, config.rules.rules(), mesh, precision=build_precision(config.train))
     except SpecError as error:
         raise ConfigError([str(problem) for problem in error.problems]) from error
     schedule = build_schedule(config.optim, config.train.steps)
@@ -49,15 +50,14 @@ def build(config: RunConfig, devices: int = 1) -> Parts:
 
 def build_model(config: RunConfig) -> Model:
     """``model(params, batch, key=None) -> logits``, computing in the configured precision."""
-    apply = functools.partial(llama.apply, cfg=config.model, remat=config.train.remat)
-    compute = getattr(torch, config.train.precision)
-    if compute == torch.float32:
-        return apply
+    return functools.partial(
+        llama.apply, cfg=config.model, remat=config.train.remat, precision=build_precision(config.train)
+    )
 
-    def model(params: Any, batch: dict[str, torch.Tensor], key: torch.Tensor | None = None) -> torch.Tensor:
-        return apply(tree.map(lambda p: p.to(compute), params), batch, key=key)
 
-    return model
+def build_precision(config: TrainConfig) -> Precision:
+    """The dtypes of a step; the logits stay in what they are computed in, since the loss is float32 by itself."""
+    return Precision(compute=config.precision, reduce=config.reduce)
 
 
 def build_schedule(config: OptimConfig, steps: int) -> optim.Schedule:

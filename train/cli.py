@@ -1,4 +1,4 @@
-"""The command line: ``functitan train | sample | bench | launch | check``.
+"""The command line: ``functitan train | sample | bench | explain | launch | check``.
 
 The work is elsewhere and imported by the command that needs it, so that help and mistakes are answered at once.
 Exit status: 0 good, 1 a run that failed, 2 a mistake in the options or the configuration, 130 Ctrl-C. A mistake is
@@ -7,6 +7,7 @@ reported in a line, without a traceback; an exception that is no :class:`UserErr
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import sys
@@ -219,24 +220,31 @@ def _sample(args: list[str]) -> int:
     return 0
 
 
-BENCHES = ("step",)
+BENCHES = {"step": "time and memory of a train step", "shard": "the same on several ranks, against FSDP2"}
 
 
 def _bench(args: list[str]) -> int:
     if not args or args[0] in ("-h", "--help"):
-        print(f"usage: functitan bench {{{','.join(BENCHES)}}} [OPTIONS]\n\n  step     time and memory of a train step")
+        lines = [f"  {name.ljust(8)} {summary}" for name, summary in BENCHES.items()]
+        print("\n".join([f"usage: functitan bench {{{','.join(BENCHES)}}} [OPTIONS]", "", *lines]))
         return 0 if args else 2
     if args[0] not in BENCHES:
         raise ConfigError([f"unknown bench {args[0]!r}{near(args[0], BENCHES)}"])
-    from train.bench import step
+    bench = importlib.import_module(f"train.bench.{args[0]}")
+    return bench.main(args[1:])
 
-    return step.main(args[1:])
+
+def _explain(args: list[str]) -> int:
+    from train import explain
+
+    return explain.main(args)
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int], str]] = {
     "train": (_train, "train a model: a recipe, a file, or options"),
     "sample": (_sample, "continue a text with a trained model"),
     "bench": (_bench, "measure a train step against PyTorch and JAX"),
+    "explain": (_explain, "say what each rank of a run holds, sends and computes, without running it"),
     "launch": (_launch, "print the line that starts a run on many devices"),
     "check": (_check, "say everything that is wrong with a run, without running it"),
 }

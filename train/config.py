@@ -55,6 +55,8 @@ class TrainConfig:
     (a third more time, least memory)."""
     precision: Literal["float32", "bfloat16"] = "float32"
     """What the model computes in. Parameters, optimizer state and sums are float32 either way."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """In what the parameters' gradients are added up over the devices; bfloat16 sends half and rounds every sum."""
     timeout_s: int = 600
     """Seconds that a rank waits for the others before the run ends as failed, and that ranks have to save after a
     signal. More where one machine reads text or writes checkpoints much slower than another."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from functitan.precision import Precision
 from functitan.sharding import layout
 from functitan.sharding.labels import label_of, labelled
 
@@ -153,19 +154,23 @@ def to_local(
         grad_placements: what the gradient of the result will be; None: as ``placements``. Where every rank uses the
             same values for other data, the gradients are partial sums.
         dtype: of the result; values are cast before they are sent. None: that of ``x``.
-        reduce_dtype: in which partial gradients are added up; None: as the plan in force says, or that of ``x``.
+        reduce_dtype: in which partial gradients are added up; None: that of the result.
     """
-    if reduce_dtype is None:
-        reduce_dtype = _reduce_dtype(x.dtype)
     grad = tuple(placements) if grad_placements is None else tuple(grad_placements)
-    return _ToLocal.apply(x, tuple(placements), grad, dtype or x.dtype, reduce_dtype)
+    dtype = dtype or x.dtype
+    return _ToLocal.apply(x, tuple(placements), grad, dtype, reduce_dtype or dtype)
 
 
-def _reduce_dtype(dtype: torch.dtype) -> torch.dtype:
+def use_parameter(
+    x: DTensor,
+    placements: Sequence[Placement],
+    grad_placements: Sequence[Placement],
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`to_local` of a parameter: its gradients are added up over the ranks as the plan's precision says."""
     current = layout.current()
-    if current is None or not dtype.is_floating_point:
-        return dtype
-    return current.plan.precision.reduce_dtype(dtype)
+    precision = Precision() if current is None else current.plan.precision
+    return to_local(x, placements, grad_placements, dtype=dtype, reduce_dtype=precision.reduce_dtype(x.dtype))
 
 
 def from_local(
@@ -173,11 +178,6 @@ def from_local(
 ) -> DTensor:
     """The DTensor of the whole ``shape`` of which every rank gives its part, differentiable."""
     return _FromLocal.apply(local, mesh, tuple(placements), torch.Size(shape))
-
-
-def region_of(x: DTensor) -> tuple[tuple[int, int], ...]:
-    """``(start, size)`` in every dim of the part of ``x`` that this rank holds; partial sums count as whole."""
-    return region(x.shape, x.device_mesh, x.placements)
 
 
 def region(
@@ -196,5 +196,5 @@ def region(
 
 __all__ = [
     "DTensor", "Partial", "Placement", "Placements", "Replicate", "Shard", "complete", "from_local", "move",
-    "redistribute", "region", "region_of", "to_local",
+    "redistribute", "region", "to_local", "use_parameter",
 ]  # fmt: skip

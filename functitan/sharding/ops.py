@@ -26,6 +26,7 @@ from functitan.sharding.move import (
     from_local,
     region,
     to_local,
+    use_parameter,
 )
 
 
@@ -77,7 +78,7 @@ def linear(
         x_to, w_to, y_as, x_grad, w_grad = (tuple(column) for column in zip(*axes))
         if (x_to, x_grad) not in moved:
             moved[x_to, x_grad] = to_local(x, x_to, x_grad)
-        local_w = to_local(w, w_to, w_grad, dtype=x.dtype)
+        local_w = use_parameter(w, w_to, w_grad, dtype=x.dtype)
         y = product(moved[x_to, x_grad], local_w)
         results.append(from_local(y, mesh, y_as, (*x.shape[:n_outer], *w.shape[n_in:])))
     return results
@@ -115,7 +116,7 @@ def embedding(lookup: Callable[[Tensor, Tensor], Tensor], table: Tensor, ids: Te
             axes.append((t, x, x, Partial() if x.is_shard() else Replicate()))
     table_to, ids_to, y_as, table_grad = (tuple(column) for column in zip(*axes))
     (start, size), _ = region(table.shape, mesh, table_to)
-    rows, local_ids = to_local(table, table_to, table_grad, dtype=dtype), to_local(ids, ids_to)
+    rows, local_ids = use_parameter(table, table_to, table_grad, dtype), to_local(ids, ids_to)
     y = lookup(rows, local_ids) if size == table.shape[0] else _own_rows(lookup, rows, local_ids - start)
     return from_local(y, mesh, y_as, (*ids.shape, table.shape[1]))
 
@@ -132,7 +133,8 @@ def normalise(fun: Callable[..., Tensor], x: DTensor, *scales: Tensor | None) ->
     placements = whole_in(x, -1)
     whole = (Replicate(),) * x.device_mesh.ndim
     local = [
-        None if s is None else to_local(spread(s, x.device_mesh), whole, _summed_over(placements)) for s in scales
+        None if s is None else use_parameter(spread(s, x.device_mesh), whole, _summed_over(placements), x.dtype)
+        for s in scales
     ]
     return from_local(fun(to_local(x, placements), *local), x.device_mesh, placements, x.shape)
 
