@@ -115,6 +115,14 @@ class TestDeepModels:
             assert explain._shallow(config, 0) == layers
 
 
+    def test_are_captured_whole_where_ranks_share_the_layers_out(self):
+        config = attrs.evolve(recipes.recipe("llama3-8b"), mesh=MeshConfig(fsdp=8))
+        assert explain._shallow(config, 0) == 4
+        assert explain._shallow(attrs.evolve(config, optim=attrs.evolve(config.optim, name="muon")), 0) is None
+        rules = attrs.evolve(config.rules, layers="fsdp")
+        assert explain._shallow(attrs.evolve(config, rules=rules), 0) is None
+
+
 class TestMistakes:
     @pytest.mark.parametrize(
         ("args", "message"),

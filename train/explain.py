@@ -187,10 +187,10 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
 
 
 def _shallow(config: RunConfig, rank: int) -> int | None:
-    """The layers of the shallowest of three captures; None where capturing the model whole is as quick, or its layers
-    are themselves split, so that a shallow model has another layout."""
+    """The layers of the shallowest of three captures; None where capturing the model whole is as quick, or layers are
+    split over ranks, by a rule or for Muon's work, so that what a rank does is not linear in their number."""
     plan, depth = _plan(config), config.model.n_layers
-    if plan.mesh.shards(plan.rules["layers"]) > 1:
+    if plan.mesh.shards(plan.rules["layers"]) > 1 or (config.optim.name == "muon" and plan.mesh.size > 1):
         return None
     stacked = [plan.local_shape(path, rank) for path in plan.specs if path.startswith("layers/")]
     smallest = min(math.prod(shape[1:]) for shape in stacked)

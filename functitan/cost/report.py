@@ -122,10 +122,10 @@ class Explanation:
             layout = ", ".join(" x ".join(axes) or "-" for axes in row.layout)
             local = str(list(row.local_shape))
             gathered = " x ".join(row.gathered) or "-"
-            rows.append((row.path, str(list(row.shape)), row.dtype, layout, gathered, local, readable(row.bytes)))
-        total = readable(sum(row.bytes for row in self.params))
+            rows.append((row.path, str(list(row.shape)), row.dtype, layout, gathered, local, _readable(row.bytes)))
+        total = _readable(sum(row.bytes for row in self.params))
         where = f"rank {self.rank} of {self.mesh.size} ({self.mesh.describe(self.mesh.axes) or 'one device'})"
-        return "\n".join([f"Parameters on {where}: {total}", *table(rows)])
+        return "\n".join([f"Parameters on {where}: {total}", *_table(rows)])
 
     def _collectives(self) -> str:
         if not self.collectives:
@@ -140,19 +140,19 @@ class Explanation:
                     str(call.ranks),
                     call.phase or "-",
                     call.dtype,
-                    readable(call.bytes_in),
-                    readable(call.bytes_out),
+                    _readable(call.bytes_in),
+                    _readable(call.bytes_out),
                     str(row.count),
-                    readable(row.total_bytes),
+                    _readable(row.total_bytes),
                 )
             )
         calls = sum(row.count for row in self.collectives)
-        head = f"Collectives in a step: {calls} calls, {readable(self.wire_bytes)} sent by this rank (ring algorithms)"
-        return "\n".join([head, *table(rows)])
+        head = f"Collectives in a step: {calls} calls, {_readable(self.wire_bytes)} sent by this rank (ring algorithms)"
+        return "\n".join([head, *_table(rows)])
 
     def _flops(self) -> str:
         rows = [(kind, f"{number:.4g}") for kind, number in self.flops.items()]
-        lines = [f"Operations in a step on this rank: {self.total_flops:.4g} FLOPs", *table(rows)]
+        lines = [f"Operations in a step on this rank: {self.total_flops:.4g} FLOPs", *_table(rows)]
         if self.uncounted:
             names = ", ".join(f"{name} (x{n})" for name, n in self.uncounted.items())
             lines.append(f"  not counted, since there is no formula for it: {names}")
@@ -161,9 +161,9 @@ class Explanation:
     def _memory(self) -> str:
         memory = self.memory
         where = f"at {memory.at}" + (f" ({memory.phase})" if memory.phase else "")
-        rows = [(part, readable(memory.parts[part])) for part in PARTS]
-        head = f"Peak memory of tensors on this rank: {readable(memory.peak)}, {where}"
-        return "\n".join([head, *table(rows), f"  arguments before the step: {readable(memory.arguments)}"])
+        rows = [(part, _readable(memory.parts[part])) for part in PARTS]
+        head = f"Peak memory of tensors on this rank: {_readable(memory.peak)}, {where}"
+        return "\n".join([head, *_table(rows), f"  arguments before the step: {_readable(memory.arguments)}"])
 
 
 def explain(captured: Captured, plan: Plan, *, rank: int = 0) -> Explanation:
@@ -221,7 +221,7 @@ def params_of(plan: Plan, rank: int = 0) -> tuple[ParamRow, ...]:
     return tuple(rows)
 
 
-def readable(size: int) -> str:
+def _readable(size: int) -> str:
     """A number of bytes in binary units: ``1.50 GiB``."""
     value, unit = float(size), "B"
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -231,7 +231,7 @@ def readable(size: int) -> str:
     return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
-def table(rows: Sequence[Sequence[str]]) -> list[str]:
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
     """Rows as aligned lines; what begins with a digit stands to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = []
