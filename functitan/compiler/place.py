@@ -122,8 +122,16 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """A batch without values, on the meta device: int64 [batch, seq] under each name, laid out by `shard_batch`."""
-    rows = batch_size // plan.mesh.shards(plan.batch_spec[0])
+    """A batch without values, on the meta device: int64 [batch, seq] under each name, laid out by `shard_batch`.
+
+    Raises:
+        ValueError: the batch does not divide over the ranks that split it.
+    """
+    count = plan.mesh.shards(plan.batch_spec[0])
+    if batch_size % count or batch_size < 1:
+        split = plan.mesh.describe(plan.batch_spec[0])
+        raise ValueError(f"a batch of {batch_size} does not divide over {split}; legal: multiples of {count}")
+    rows = batch_size // count
     with torch.device("meta"):
         return shard_batch(plan, {name: torch.empty(rows, seq_len, dtype=torch.int64) for name in names})
 
