@@ -17,6 +17,7 @@ from torch import Tensor
 
 from functitan import tree
 from functitan._torch import inside_transform, is_distributed, marked
+from functitan.sharding.layout import completed
 from functitan.sharding.layout import current as current_layout
 
 _nesting = threading.local()
@@ -57,7 +58,7 @@ def value_and_grad(
             result = fun(*replaced, **kwargs)
             value, aux = _split_aux(name, result) if has_aux else (result, None)
             _check_scalar(name, value)
-            return value, aux
+            return completed(value), aux
 
         differentiate = _grad_by_functorch if inside_transform() else _grad_by_autograd
         value, aux, gradients = differentiate(flat_fun, leaves)

@@ -78,10 +78,8 @@ def global_batch() -> dict[str, Tensor]:
 
 def own_rows(plan: ft.Plan, rank: int, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     """The rows of the global batch that a rank reads."""
-    from sharding_specs import P, region
-
-    (start, size), _ = region((BATCH, SEQ), P(plan.batch_spec[0], None), plan.mesh, rank)
-    return {name: x[start : start + size].contiguous() for name, x in batch.items()}
+    start, count = plan.batch_rows(rank, BATCH)
+    return {name: x[start : start + count].contiguous() for name, x in batch.items()}
 
 
 def train(rank: int, case: Case) -> Outcome:

@@ -51,6 +51,15 @@ def test_every_parameter_has_its_layout():
     assert plan.rules == PRESETS["all"] and plan.mesh == MESH
 
 
+def test_rows_of_a_batch_are_those_of_the_ranks_place_on_the_batchs_axes():
+    plan = compile_specs(declare(), PRESETS["all"], MeshSpec(dp=2, fsdp=2, tp=2))
+    assert [plan.batch_rows(rank, 8) for rank in range(8)] == [(2 * (rank // 2), 2) for rank in range(8)]
+    assert compile_specs(declare(), PRESETS["all"], MeshSpec()).batch_rows(0, 7) == (0, 7)
+    for size in (6, 0):
+        with pytest.raises(ValueError, match=f"a batch of {size} does not divide over dp=2 x fsdp=2; legal: multiples"):
+            plan.batch_rows(0, size)
+
+
 def test_axes_that_the_mesh_lacks_are_in_no_layout():
     plan = compile_specs(declare(), PRESETS["all"], MeshSpec(fsdp=2))
     assert plan.spec("layers/wq") == P(None, "fsdp", None, None)

@@ -19,7 +19,6 @@ from functitan import random, tree
 from functitan.compiler.boundary import local
 from functitan.state import TrainState
 from models.llama import flops_per_token
-from sharding_specs import P, region
 from train import checkpoint
 from train import config as configs
 from train.allocator import keep_freed_memory
@@ -149,7 +148,7 @@ def _check_memory(parts: Parts, config: RunConfig, ranks: Ranks) -> None:
 
 def _batch_rows(parts: Parts, config: RunConfig, ranks: Ranks) -> range:
     """The rows of every global batch that this rank reads; ranks that only split them further read the same ones."""
-    ((first, count),) = region((config.train.batch_size,), P(parts.plan.batch_spec[0]), parts.plan.mesh, ranks.rank)
+    first, count = parts.plan.batch_rows(ranks.rank, config.train.batch_size)
     return range(first, first + count)
 
 

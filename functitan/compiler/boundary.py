@@ -46,15 +46,6 @@ def local(x: Tensor) -> Tensor:
         return x.to_local()
 
 
-def completed(x: Tensor) -> Tensor:
-    """``x`` without partial sums: nobody outside a step is to read a part for the whole."""
-    if not is_distributed(x) or not any(placement.is_partial() for placement in x.placements):
-        return x
-    from functitan.sharding.move import complete, redistribute
-
-    return redistribute(x, complete(x.placements))
-
-
 def wrap_all(locals_: Sequence[Tensor], specs: Sequence[Spec | None]) -> list[Tensor]:
     """The inverse of taking apart: DTensors where there is a Spec."""
     return [x if spec is None else spec.wrap(x) for x, spec in zip(locals_, specs)]

@@ -29,7 +29,7 @@ from functitan.compiler.mesh import device_mesh
 from functitan.compiler.passes import inductor as inductor_pass
 from functitan.compiler.plan import Plan
 from functitan.sharding.labels import naming
-from functitan.sharding.layout import use_plan
+from functitan.sharding.layout import completed, use_plan
 
 log = logging.getLogger("functitan.jit")
 
@@ -237,7 +237,7 @@ class JitFunction:
                 filled[i] = x
             with use_plan(self.plan), naming(dict(zip(input_paths, inputs))):
                 out, out_def = tree.flatten(self._call_bound(tree.unflatten(treedef, filled)))
-                tensors = [boundary.completed(x) for x in out if isinstance(x, Tensor)]
+                tensors = [completed(x) for x in out if isinstance(x, Tensor)]
             statics = [None if isinstance(x, Tensor) else x for x in out]
             result[:] = [(out_def, statics, [boundary.spec_of(x) for x in tensors])]
             return [boundary.local(x) for x in tensors]

@@ -139,6 +139,21 @@ class Plan:
 
         return plan_json.from_json(text)
 
+    def batch_rows(self, rank: int, batch_size: int) -> tuple[int, int]:
+        """``(start, count)`` of the rows of a batch that a rank reads; ranks that share them get the same.
+
+        Raises:
+          ValueError: the batch does not divide over the ranks that split it, or there is no such rank.
+        """
+        split = self.batch_spec[0]
+        if batch_size < 1 or batch_size % self.mesh.shards(split):
+            raise ValueError(
+                f"a batch of {batch_size} does not divide over {self.mesh.describe(split) or 'one device'}; "
+                f"legal: multiples of {self.mesh.shards(split)}"
+            )
+        ((start, count),) = region((batch_size,), P(split), self.mesh, rank)
+        return start, count
+
     def _known(self, path: str) -> str:
         if path not in self.specs:
             hint = did_you_mean(path, self.specs) or f"the paths are {', '.join(self.specs) or '(none)'}"

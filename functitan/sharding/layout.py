@@ -8,6 +8,9 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
 from attrs import frozen
+from torch import Tensor
+
+from functitan._torch import is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,3 +73,12 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
             yield
         finally:
             _state.layout = before
+
+
+def completed(x: Tensor) -> Tensor:
+    """``x`` without partial sums, which a reader would take for the whole; a tensor without them as it is."""
+    if not is_distributed(x) or not any(placement.is_partial() for placement in x.placements):
+        return x
+    from functitan.sharding.move import complete, redistribute
+
+    return redistribute(x, complete(x.placements))
