@@ -6,7 +6,9 @@ activation checkpointing, custom operators, DTensors and graph capture. ``torch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,6 +23,7 @@ from functitan.sharding.layout import completed
 from functitan.sharding.layout import current as current_layout
 
 _nesting = threading.local()
+_passes = itertools.count(1)
 
 
 def value_and_grad(
@@ -88,8 +91,10 @@ def _grad_by_autograd(flat_fun: Callable, leaves: list[Tensor]) -> tuple[Tensor,
     depth = getattr(_nesting, "depth", 0)
     outermost = depth == 0
     _nesting.depth = depth + 1
+    # Each microbatch of a step is a pass of its own: what it gathers is freed before the next one.
+    mark = marked("pass", next(_passes)) if outermost else contextlib.nullcontext()
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), mark:
             # An inner call of grad(grad(f)) must stay connected to the leaves of the outer one.
             inputs = [x.detach().requires_grad_() if outermost or not x.requires_grad else x.view_as(x) for x in leaves]
             value, aux = flat_fun(*inputs)

@@ -15,6 +15,7 @@ from collections.abc import Collection, Hashable, Sequence
 import torch
 from torch.fx import Graph, Node
 
+from functitan._torch import mark_of
 from functitan.compiler.collectives import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -49,7 +50,7 @@ def _key(node: Node) -> Hashable:
     known = label(node)
     if known is None or wait_of(node) is None:
         return None
-    return known.unit, is_backward(node), node.args[1:], value(node).dtype
+    return known.unit, mark_of(node, "pass"), is_backward(node), node.args[1:], value(node).dtype
 
 
 def _are_independent(members: Sequence[Node]) -> bool:
