@@ -73,8 +73,8 @@ def linear(
     moved: dict[tuple[Placements, Placements], Tensor] = {}
     results = []
     for w in weights:
-        axes = [_contract(x.placements[i], w.placements[i], n_outer, n_in, _is_stored(mesh, i, x.placements[i]))
-                for i in range(mesh.ndim)]  # fmt: skip
+        axes = [_contract(a, b, n_outer, n_in, _is_stored(mesh, i, a))
+                for i, (a, b) in enumerate(zip(x.placements, complete(w.placements)))]  # fmt: skip
         x_to, w_to, y_as, x_grad, w_grad = (tuple(column) for column in zip(*axes))
         if (x_to, x_grad) not in moved:
             moved[x_to, x_grad] = to_local(x, x_to, x_grad)
@@ -107,7 +107,7 @@ def embedding(lookup: Callable[[Tensor, Tensor], Tensor], table: Tensor, ids: Te
     table, ids = spread(table, mesh), spread(ids, mesh)
     axes = []
     for i in range(mesh.ndim):
-        t, x = table.placements[i], complete(ids.placements)[i]
+        t, x = complete(table.placements)[i], complete(ids.placements)[i]
         if t.is_shard() and _is_stored(mesh, i, x):
             t = Replicate()
         if t.is_shard():
@@ -152,10 +152,12 @@ def attention(
     """
     mesh = mesh_of(q, k, v)
     q, k, v = (spread(x, mesh) for x in (q, k, v))
-    placements = tuple(
-        p if p.is_shard() and (p.dim == 0 or (p.dim == 2 and k.shape[2] % mesh.size(i) == 0)) else Replicate()
-        for i, p in enumerate(q.placements)
-    )
+    heads, placements = k.shape[2], []
+    for i, p in enumerate(q.placements):
+        by_heads = p.is_shard() and p.dim == 2 and heads % mesh.size(i) == 0
+        if by_heads:
+            heads //= mesh.size(i)  # what another axis may split further
+        placements.append(p if by_heads or (p.is_shard() and p.dim == 0) else Replicate())
     local_mask = None
     if mask is not None:
         mask = spread(mask, mesh)
