@@ -20,8 +20,6 @@ from train.step import make_train_step
 BATCH, SEQ = 16, 16
 MODEL = llama.LlamaConfig(vocab_size=67, dim=32, n_heads=16, n_kv_heads=8, head_dim=4, hidden_dim=48)
 FLOAT, INT64 = 4, 8
-ACROSS = "the first microbatch's embedding and the second one's output projection share a bucket"
-MERGED = ACROSS + ", and what was gathered for the first one's backward is kept for the second one"
 
 
 def captured(mesh, layers=2, *, sequence_parallel=True, remat="none", accumulation=1, change=lambda apply: apply):
@@ -190,15 +188,7 @@ class TestCounts:
         mesh, options = MeshSpec(fsdp=2, tp=2), {"sequence_parallel": sequence_parallel, "remat": "full"}
         compare(captured(mesh, **options), expected(mesh, **options))
 
-    @pytest.mark.parametrize(
-        "mesh",
-        [
-            MeshSpec(tp=2),
-            pytest.param(MeshSpec(dp=4), marks=pytest.mark.xfail(strict=True, reason=ACROSS)),
-            pytest.param(MeshSpec(fsdp=4), marks=pytest.mark.xfail(strict=True, reason=MERGED)),
-        ],
-        ids=str,
-    )
+    @pytest.mark.parametrize("mesh", [MeshSpec(tp=2), MeshSpec(dp=4), MeshSpec(fsdp=2, tp=2)], ids=str)
     def test_of_two_microbatches_are_twice_those_of_one(self, mesh):
         compare(captured(mesh, accumulation=2), expected(mesh, accumulation=2))
 
