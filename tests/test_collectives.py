@@ -173,7 +173,6 @@ class TestCounts:
     def test_are_those_of_the_theory(self, mesh, layers):
         compare(captured(mesh, layers), expected(mesh, layers))
 
-    @pytest.mark.xfail(strict=True, reason="reductions over dp and tp take turns, and a bucket ends at each turn")
     @pytest.mark.parametrize("mesh", [MeshSpec(dp=2, tp=2), MeshSpec(dp=2, fsdp=2, tp=4)], ids=str)
     def test_of_replicas_of_tensor_parallel_ranks(self, mesh):
         compare(captured(mesh), expected(mesh))

@@ -200,7 +200,6 @@ def use_donated(rank):
             use(params["w"])
 
 
-@pytest.mark.xfail(strict=True, reason="DTensor's operators take the local tensor without asking it")
 def test_l7_no_operator_takes_a_donated_dtensor(pool):
     pool(2).run(use_donated)
 

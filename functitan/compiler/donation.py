@@ -36,6 +36,23 @@ def take(x: Tensor) -> Tensor:
     return mine
 
 
+def spend(x: Tensor) -> None:
+    """Makes every use of a DTensor, whose local tensor was taken, raise :class:`DonatedError`."""
+    x.__class__ = _donated_dtensor()
+
+
+@functools.cache
+def _donated_dtensor() -> type:
+    from torch.distributed.tensor import DTensor
+
+    class DonatedDTensor(DTensor):
+        """What remains of a DTensor whose memory was donated."""
+
+        __torch_function__ = DonatedTensor.__torch_function__
+
+    return DonatedDTensor
+
+
 @functools.cache
 def _empty(dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from functitan import tree
-from functitan._torch import fakes_like, inside_transform
+from functitan._torch import fakes_like, inside_transform, is_distributed
 from functitan.compiler import boundary, donation, passes
 from functitan.compiler.agreement import check_agreement
 from functitan.compiler.capture import capture, is_capturing
@@ -153,13 +153,17 @@ class JitFunction:
         if captured.needs_grad and torch.is_grad_enabled():
             self._warn_of_gradients()
             return self._call_plain(*args, **kwargs)
-        inputs = [boundary.local(x) for x in leaves if isinstance(x, Tensor)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
+        inputs = [boundary.local(x) for x in tensors]
         del leaves
         if captured.donated:
             if not donation.are_distinct(inputs, captured.donated):
                 self._refuse_shared(arguments)
             for i in captured.donated:
                 inputs[i] = donation.take(inputs[i])
+                if is_distributed(tensors[i]):
+                    donation.spend(tensors[i])
+        del tensors
         with torch.no_grad():
             return captured.pack(captured.run(inputs))
 

@@ -32,25 +32,25 @@ _aten = torch.ops.aten
 
 
 def bucket_by_layer(graph: Graph, donated: Collection[int] = ()) -> None:
-    changed = False
-    for kind, merge in ((ALL_GATHER, _gather), (REDUCE_SCATTER, _reduce_scatter), (ALL_REDUCE, _all_reduce)):
-        nodes = [node for node in collectives(graph) if node.target is kind and _key(node) is not None]
-        for _, run in itertools.groupby(nodes, key=_key):
-            members = list(run)
-            if len(members) > 1 and _are_independent(members):
-                merge(graph, members)
-                changed = True
-    if changed:
-        stable_sort(graph, list(graph.nodes))
-        drop_dead(graph)
+    merges = {ALL_GATHER: _gather, REDUCE_SCATTER: _reduce_scatter, ALL_REDUCE: _all_reduce}
+    # Those of one group of ranks follow one another on their own, whatever others are sent meanwhile.
+    kinds: dict[Hashable, list[Node]] = {}
+    for node in collectives(graph):
+        if node.target in merges and label(node) is not None and wait_of(node) is not None:
+            kinds.setdefault((node.target, node.args[1:], value(node).dtype), []).append(node)
+    for nodes in kinds.values():
+        buckets = [list(run) for _, run in itertools.groupby(nodes, key=_unit)]
+        buckets = [members for members in buckets if len(members) > 1 and _are_independent(members)]
+        for members in buckets:
+            merges[members[0].target](graph, members)
+        if buckets:
+            stable_sort(graph, list(graph.nodes))
+            drop_dead(graph)
 
 
-def _key(node: Node) -> Hashable:
-    """Equal for collectives that may share a bucket; None for one that stays alone."""
-    known = label(node)
-    if known is None or wait_of(node) is None:
-        return None
-    return known.unit, mark_of(node, "pass"), is_backward(node), node.args[1:], value(node).dtype
+def _unit(node: Node) -> Hashable:
+    """What the members of a bucket have in common."""
+    return label(node).unit, mark_of(node, "pass"), is_backward(node)
 
 
 def _are_independent(members: Sequence[Node]) -> bool:
