@@ -14,7 +14,15 @@ from functitan.compiler.capture import CaptureError
 from functitan.compiler.donation import DonatedError
 from functitan.compiler.jit import disable_jit, jit
 from functitan.compiler.mesh import device_mesh
-from functitan.compiler.place import abstract_batch, abstract_state, gather, init_params, init_state, shard_batch
+from functitan.compiler.place import (
+    abstract_batch,
+    abstract_state,
+    gather,
+    init_params,
+    init_state,
+    replicate,
+    shard_batch,
+)
 from functitan.compiler.plan import Plan, compile_specs
 from functitan.remat import remat
 from functitan.sharding.layout import use_plan
@@ -43,6 +51,7 @@ __all__ = [
     "optim",
     "random",
     "remat",
+    "replicate",
     "scan",
     "shard_batch",
     "tree",

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "OpOverload",
     "fakes_like",
+    "implicit_replication",
     "inside_transform",
     "is_distributed",
     "is_distributed_type",
@@ -74,6 +76,31 @@ def is_distributed_type(kind: type) -> bool:
     """:func:`is_distributed` of a type."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and issubclass(kind, module.DTensor)
+
+
+_replication = threading.Lock()
+_replicating = 0
+
+
+@contextmanager
+def implicit_replication() -> Iterator[None]:
+    """While any thread is inside, a plain tensor beside a DTensor counts as replicated.
+
+    torch's own context of this name switches it off for everybody at the end of the innermost one.
+    """
+    from torch.distributed.tensor import DTensor
+
+    global _replicating
+    with _replication:
+        _replicating += 1
+        DTensor._op_dispatcher._allow_implicit_replication = True
+    try:
+        yield
+    finally:
+        with _replication:
+            _replicating -= 1
+            if not _replicating:
+                DTensor._op_dispatcher._allow_implicit_replication = False
 
 
 def is_fake(x: Tensor) -> bool:

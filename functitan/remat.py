@@ -7,10 +7,13 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
+import optree
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from functitan._torch import OpOverload, inside_transform, marked
+from functitan._torch import OpOverload, inside_transform, is_distributed_type, marked
 
 RematPolicy = Literal["none", "selective", "full"]
 
@@ -32,10 +35,7 @@ def remat(fun: Callable, policy: RematPolicy = "full") -> Callable:
         raise ValueError(f"remat: policy={policy!r}; legal: {', '.join(map(repr, get_args(RematPolicy)))}")
     if policy == "none":
         return fun
-    contexts = {}
-    if policy == "selective":
-        make = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, _keeps)
-        contexts = {"context_fn": make}
+    contexts = {"context_fn": _keep_and_recall} if policy == "selective" else {}
 
     @functools.wraps(fun)
     def wrapped(*args: Any, **kwargs: Any):
@@ -51,11 +51,62 @@ def remat(fun: Callable, policy: RematPolicy = "full") -> Callable:
 _EXPENSIVE = ("mm", "addmm", "bmm", "baddbmm", "convolution", "reduce_scatter_tensor", "all_reduce")
 
 
-def _keeps(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> torch.utils.checkpoint.CheckpointPolicy:
+def _is_expensive(op: Any) -> bool:
     name = op.overloadpacket.__name__ if isinstance(op, OpOverload) else ""
-    policy = torch.utils.checkpoint.CheckpointPolicy
-    return policy.MUST_SAVE if name in _EXPENSIVE or "attention" in name else policy.PREFER_RECOMPUTE
+    return name in _EXPENSIVE or "attention" in name
 
+
+def _keep_and_recall() -> tuple[_Keep, _Recall]:
+    """The modes in which a selectively rematerialised function runs first, and again.
+
+    Not torch's create_selective_checkpoint_contexts: under a tracer it leaves the choice to a later partitioner.
+    """
+    kept: list[Any] = []
+    return _Keep(kept), _Recall(kept)
+
+
+class _Selective(TorchDispatchMode):
+    """Tells the expensive operators from the others; the wait for an expensive collective is part of it."""
+
+    def __init__(self, kept: list[Any]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.sent: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if any(map(is_distributed_type, types)):
+            return NotImplemented  # what DTensor makes of it comes here again
+        if func is _WAIT and any(x is args[0] for x in self.sent):
+            return self.expensive(func, args, kwargs or {})
+        if not _is_expensive(func):
+            return func(*args, **(kwargs or {}))
+        out = self.expensive(func, args, kwargs or {})
+        if func.namespace == "_c10d_functional":
+            self.sent.append(out)
+        return out
+
+    def expensive(self, func: Any, args: tuple, kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+class _Keep(_Selective):
+    def expensive(self, func: Any, args: tuple, kwargs: Any) -> Any:
+        out = func(*args, **kwargs)
+        # Autograd makes ``out`` part of its graph: what is kept is another tensor of the same values.
+        self.kept.append(optree.tree_map(_detached, out))
+        return out
+
+
+class _Recall(_Selective):
+    def expensive(self, func: Any, args: tuple, kwargs: Any) -> Any:
+        return self.kept.pop(0)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 _remat_count = itertools.count(1)
 

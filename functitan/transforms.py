@@ -19,7 +19,7 @@ from torch import Tensor
 
 from functitan import tree
 from functitan._torch import inside_transform, is_distributed, marked
-from functitan.sharding.layout import completed
+from functitan.sharding.layout import completed, laid_out_as
 from functitan.sharding.layout import current as current_layout
 
 _nesting = threading.local()
@@ -38,7 +38,8 @@ def value_and_grad(
 
     Returns:
         A function giving ``(value, gradients)``. The gradients have the structure of the argument (a tuple of
-        them if ``argnums`` is a sequence), zeros where the value does not depend on a leaf. Nothing returned
+        them if ``argnums`` is a sequence), zeros where the value does not depend on a leaf. Over a mesh a gradient is
+        laid out as its leaf is, and no partial sum is left in value or aux. Nothing returned
         carries an autograd graph, unless the call is itself being differentiated.
 
     Raises:
@@ -61,7 +62,7 @@ def value_and_grad(
             result = fun(*replaced, **kwargs)
             value, aux = _split_aux(name, result) if has_aux else (result, None)
             _check_scalar(name, value)
-            return completed(value), aux
+            return completed(value), tree.map(completed, aux)
 
         differentiate = _grad_by_functorch if inside_transform() else _grad_by_autograd
         value, aux, gradients = differentiate(flat_fun, leaves)
@@ -105,7 +106,7 @@ def _grad_by_autograd(flat_fun: Callable, leaves: list[Tensor]) -> tuple[Tensor,
                 gradients = [None] * len(inputs)
     finally:
         _nesting.depth = depth
-    gradients = [torch.zeros_like(x) if g is None else g for x, g in zip(leaves, gradients)]
+    gradients = [torch.zeros_like(x) if g is None else laid_out_as(x, g) for x, g in zip(leaves, gradients)]
     if outermost:
         value, aux = tree.map(_detached, (value, aux))
     return value, aux, gradients

@@ -11,6 +11,7 @@ from einops import rearrange
 from torch import Tensor
 
 from functitan import nn, optim, random, tree
+from functitan._torch import is_distributed
 from functitan.state import TrainState
 from functitan.transforms import value_and_grad
 
@@ -45,14 +46,14 @@ def make_train_step(
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Tensor]]:
         keys = random.split(random.fold_in(state.key, state.step), accumulation)
-        parts = {name: rearrange(x, "(b parts) s -> parts b s", parts=accumulation) for name, x in batch.items()}
+        parts = {name: _microbatches(x, accumulation) for name, x in batch.items()}
         losses, accumulated = [], None
         for i in range(accumulation):
             part = {name: x[i] for name, x in parts.items()}
             (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, part, keys[i])
             losses.append(loss)
             if accumulated is None:
-                accumulated = optim.AccumulatedGradients(grads, count)
+                accumulated = optim.first_gradients(grads, count)
             else:
                 accumulated = optim.accumulate(accumulated, grads, count)
         count, grads = accumulated.weight, optim.mean_gradients(accumulated)
@@ -83,6 +84,18 @@ def make_train_step(
         return state, metrics
 
     return train_step
+
+
+def _microbatches(x: Tensor, count: int) -> Tensor:
+    """[batch, seq] -> [count, batch / count, seq]: part ``i`` has the rows ``i, i + count, …``.
+
+    So a rank's rows of each part are among its rows of the batch.
+    """
+    here = x.to_local() if is_distributed(x) else x
+    if here.shape[0] % count:
+        whose = f" ({here.shape[0]} on this rank)" if is_distributed(x) else ""
+        raise ValueError(f"a batch of {x.shape[0]} rows{whose} does not divide into accumulation={count} parts")
+    return rearrange(x, "(b parts) s -> parts b s", parts=count)
 
 
 def make_eval_step(model: Model) -> Callable[[object, Batch], dict[str, Tensor]]:

@@ -8,11 +8,10 @@ import torch
 from torch.fx import Graph, Node
 
 from functitan._torch import mark_of
-from functitan.compiler.graphs import is_op, ops, value
+from functitan.compiler.graphs import WAIT, is_op, ops, value
 from functitan.sharding.labels import Label
 
 _ops = torch.ops._c10d_functional
-WAIT = _ops.wait_tensor.default
 ALL_GATHER = _ops.all_gather_into_tensor.default
 REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
@@ -45,20 +44,25 @@ def is_backward(node: Node) -> bool:
 
 
 def signature(graph: Graph) -> list[str]:
-    """What all ranks must agree on: the kind of every collective, in order. Sizes may differ where shards do."""
+    """What all ranks must agree on: the kind of every collective, in order. Sizes may differ, where shards do."""
     return [
         f"{node.target.overloadpacket.__name__} of {str(val.dtype).removeprefix('torch.')}"
+        + "".join(f" over {argument} ranks" for argument in node.args[1:] if isinstance(argument, int))
         for node in collectives(graph)
         if (val := value(node)) is not None
     ]
 
 
 def stable_sort(graph: Graph, nodes: Sequence[Node]) -> None:
-    """Puts the nodes of a graph into the given order, each as soon as what it reads is there."""
+    """Puts the nodes of a graph into the given order, each as soon as what it reads is there.
+
+    Raises:
+        RuntimeError: a pass has made a node read what follows from it.
+    """
     placed: set[Node] = set()
     ordered: list[Node] = []
     for root in nodes:
-        stack = [root]
+        stack, opened = [root], set()
         while stack:
             node = stack[-1]
             if node in placed:
@@ -66,6 +70,9 @@ def stable_sort(graph: Graph, nodes: Sequence[Node]) -> None:
                 continue
             missing = [source for source in node.all_input_nodes if source not in placed]
             if missing:
+                if node in opened:
+                    raise RuntimeError(f"the graph has a cycle through {node.name} and {missing[0].name}")
+                opened.add(node)
                 stack.extend(reversed(missing))
                 continue
             stack.pop()

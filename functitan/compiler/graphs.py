@@ -13,6 +13,9 @@ from torch.fx.node import map_arg
 
 from functitan._torch import OpOverload, storage_id
 
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""Gives what it waits for itself, although it is not declared as a view of it."""
+
 
 def is_op(node: Node) -> bool:
     return isinstance(node.target, OpOverload)
@@ -47,7 +50,7 @@ def storages(node: Node) -> set[Hashable]:
     Asked of the base itself: once duplicates are merged, a view's own fake tensor may belong to the base that is gone.
     """
     base, parts = node, []
-    while is_view(base) or (base.target is operator.getitem and is_view(base.args[0])):
+    while is_view(base) or base.target is WAIT or (base.target is operator.getitem and is_view(base.args[0])):
         base = base.args[0]
     if base.target is operator.getitem:
         base, parts = base.args[0], [base.args[1]]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-import numbers
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,11 +24,11 @@ from functitan.compiler.agreement import check_agreement
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
 from functitan.compiler.graphs import placeholders
-from functitan.compiler.mesh import device_mesh
+from functitan.compiler.key import Key, leaf_key, settings
 from functitan.compiler.passes import inductor as inductor_pass
 from functitan.compiler.plan import Plan
 from functitan.sharding.labels import naming
-from functitan.sharding.layout import completed, use_plan
+from functitan.sharding.layout import Layout, completed, current, use_plan
 
 log = logging.getLogger("functitan.jit")
 
@@ -128,7 +127,7 @@ class JitFunction:
         self._check_donate()
         self.plan = plan
         self._cache: dict[Any, Captured] = {}
-        self._last_key: _Key | None = None
+        self._last_key: Key | None = None
         self._warned = False
 
     @property
@@ -145,7 +144,7 @@ class JitFunction:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             self._warn_of_gradients()
             return self._call_plain(*args, **kwargs)  # a graph has no autograd history to give
-        key = _Key(treedef, tuple(_leaf_key(x) for x in leaves), _settings())
+        key = Key(treedef, tuple(leaf_key(x) for x in leaves), settings(self._layout()))
         captured = self._cache.get(key)
         if captured is None:
             captured = self._capture(arguments, leaves, treedef, key)
@@ -183,9 +182,14 @@ class JitFunction:
 
     def _call_plain(self, *args: Any, **kwargs: Any) -> Any:
         with use_plan(self.plan):
-            return self.fun(*args, **kwargs)
+            return tree.map(completed, self.fun(*args, **kwargs))
 
-    def _remember(self, key: _Key, captured: Captured) -> None:
+    def _layout(self) -> Layout | None:
+        """What is in force inside: that of the plan, or, without one, that of the caller."""
+        with use_plan(self.plan):
+            return current()
+
+    def _remember(self, key: Key, captured: Captured) -> None:
         if len(self._cache) >= _MAX_CAPTURES:
             self._cache.pop(next(iter(self._cache)))
         self._cache[key] = captured
@@ -216,10 +220,13 @@ class JitFunction:
             "Donate neither, or pass a clone of one of them"
         )
 
-    def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: _Key) -> Captured:
+    def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: Key) -> Captured:
+        layout = self._layout()
+        if layout is not None:
+            _check_on_mesh(self.name, tree.leaves_with_path(arguments), layout)
         captured = self._captured(arguments, leaves, treedef, self._reason(arguments, key))
-        if self.plan is not None and self.plan.mesh.size > 1:
-            check_agreement(captured.graph.graph, self.name, device_mesh(self.plan.mesh).device_type)
+        if layout is not None:
+            check_agreement(captured.graph.graph, self.name, layout.mesh.device_type)
         level = logging.INFO if not self._cache else logging.WARNING
         log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, captured.reason)
         if len(self._cache) + 1 == _MANY_CAPTURES:
@@ -270,7 +277,7 @@ class JitFunction:
         bound = inspect.BoundArguments(self.signature, arguments)
         return self.fun(*bound.args, **bound.kwargs)
 
-    def _reason(self, arguments: dict[str, Any], key: _Key) -> str:
+    def _reason(self, arguments: dict[str, Any], key: Key) -> str:
         if self._last_key is None:
             return "first call"
         return key.difference(self._last_key, [path for path, _ in tree.leaves_with_path(arguments)])
@@ -284,70 +291,21 @@ class JitFunction:
             )
 
 
-@attrs.frozen
-class _Key:
-    """All that a captured graph depends on."""
-
-    treedef: tree.TreeDef
-    leaves: tuple[Any, ...]
-    settings: tuple[Any, ...]
-
-    def difference(self, old: _Key, paths: list[str]) -> str:
-        if self.treedef != old.treedef:
-            return _structure_change(old, self, paths)
-        changes = [
-            f"{path}: {_describe(before)} -> {_describe(after)}"
-            for path, before, after in zip(paths, old.leaves, self.leaves)
-            if before != after
-        ]
-        if not changes:
-            return f"torch's settings changed from {dict(old.settings)} to {dict(self.settings)}"
-        more = f" and {len(changes) - 3} more" if len(changes) > 3 else ""
-        return "; ".join(changes[:3]) + more
-
-
-def _structure_change(old: _Key, new: _Key, paths: list[str]) -> str:
-    before = {path for path, _ in tree.leaves_with_path(tree.unflatten(old.treedef, old.leaves), _is_leaf_key)}
-    gone, come = sorted(before - set(paths)), sorted(set(paths) - before)
-    parts = [f"{verb} {', '.join(names[:3])}" for verb, names in (("lost", gone), ("now have", come)) if names]
-    if parts:
-        return f"the arguments {' and '.join(parts)}"
-    return f"the structure of the arguments changed from {old.treedef} to {new.treedef}"
-
-
-def _is_leaf_key(x: Any) -> bool:
-    return isinstance(x, tuple) and bool(x) and isinstance(x[0], (torch.dtype, type))
-
-
-def _settings() -> tuple[Any, ...]:
-    """What else in torch decides which operators a function runs."""
-    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
-    autocast = [(f"autocast {kind}", torch.get_autocast_dtype(kind)) for kind in kinds]
-    return (("default dtype", torch.get_default_dtype()), ("default device", torch.get_default_device()), *autocast)
-
-
-def _leaf_key(x: Any) -> Any:
-    if isinstance(x, Tensor):
-        return x.dtype, x.shape, x.stride(), x.device, type(x), boundary.spec_of(x)
-    if isinstance(x, numbers.Number) and not isinstance(x, int):
-        return type(x), repr(x)  # tells 0.0 from -0.0, and a NaN equals itself
-    try:
-        hash(x)
-    except TypeError as error:
-        raise TypeError(
-            f"jit: a leaf of type {type(x).__name__} is neither a tensor nor hashable, so no graph can be kept for it; "
-            "pass a tensor, a number, a string or a frozen value"
-        ) from error
-    return type(x), x
-
-
-def _describe(leaf_key: tuple) -> str:
-    if isinstance(leaf_key[0], torch.dtype):
-        dtype, shape, stride, device, _, spec = leaf_key
-        layout = "" if spec is None else f" {spec.placements}"
-        return f"{str(dtype).removeprefix('torch.')}{list(shape)} stride {list(stride)} {device}{layout}"
-    kind, value = leaf_key
-    return value if issubclass(kind, numbers.Number) and isinstance(value, str) else repr(value)
+def _check_on_mesh(name: str, arguments: Sequence[tuple[str, Any]], layout: Layout) -> None:
+    """Refuses arrays that are not on the plan's mesh: this rank's part of one would be taken for the whole."""
+    for path, x in arguments:
+        if isinstance(x, np.ndarray) or (isinstance(x, Tensor) and not is_distributed(x)):
+            if x.ndim and getattr(x, "dtype", None) != torch.uint32:  # scalars and keys are the same on every rank
+                raise ValueError(
+                    f"jit({name}): {path} is a plain array of shape {tuple(x.shape)}, and the plan has a mesh of "
+                    f"{layout.plan.mesh.size}: lay it out with shard_batch(plan, rows) where ranks have different "
+                    "parts, or with replicate(plan, x) where all have the same"
+                )
+        elif is_distributed(x) and x.device_mesh != layout.mesh:
+            raise ValueError(
+                f"jit({name}): {path} is on the mesh {x.device_mesh}, and the plan on {layout.mesh}: make it with "
+                "this plan"
+            )
 
 
 def _packer(

@@ -22,7 +22,7 @@ def device_mesh(mesh: MeshSpec, device_type: str | None = None) -> DeviceMesh:
 
     Args:
         mesh: more than one device, every size known.
-        device_type: "cuda" or "cpu"; None is what the process group serves: "cuda" for NCCL, else "cpu".
+        device_type: "cuda" or "cpu"; None is "cuda" where the process group has NCCL for it and there is a GPU.
 
     Raises:
         ValueError: the mesh is one device.
@@ -42,7 +42,8 @@ def device_mesh(mesh: MeshSpec, device_type: str | None = None) -> DeviceMesh:
             "or change the mesh (one of its sizes may be -1, see MeshSpec.resolve)"
         )
     if device_type is None:
-        device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
+        has_nccl = "cuda:nccl" in dist.get_backend_config()
+        device_type = "cuda" if has_nccl and torch.cuda.is_available() else "cpu"
     group = dist.group.WORLD
     known = _made.get((mesh, device_type))
     if known is None or known[0] is not group:

@@ -73,7 +73,7 @@ def init_state(plan: Plan, key: Tensor, optimizer: GradientTransformation) -> Tr
         data={"position": zero.clone()},
         skipped=zero.clone(),
     )
-    return _replicated(plan, state)
+    return replicate(plan, state)
 
 
 def abstract_state(plan: Plan, optimizer: GradientTransformation) -> TrainState:
@@ -98,7 +98,7 @@ def abstract_state(plan: Plan, optimizer: GradientTransformation) -> TrainState:
             data={"position": zero},
             skipped=zero,
         )
-        return _replicated(plan, state)
+        return replicate(plan, state)
 
 
 def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -119,6 +119,16 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
     layout = placements(P(plan.batch_spec[0]), plan.mesh)
     count = plan.mesh.shards(plan.batch_spec[0])
     return {name: from_local(x, mesh, layout, (x.shape[0] * count, *x.shape[1:])) for name, x in rows.items()}
+
+
+def replicate(plan: Plan, x: Any) -> Any:
+    """A tree of tensors that are the same on every rank, as DTensors of the plan's mesh; on one device as it is."""
+    if plan.mesh.size == 1:
+        return x
+    from functitan.sharding.ops import spread
+
+    mesh: DeviceMesh = device_mesh(plan.mesh)
+    return tree.map(lambda leaf: spread(leaf, mesh), x)
 
 
 def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: int) -> dict[str, Tensor]:
@@ -157,13 +167,3 @@ def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Ten
         return from_local(make(path, param, region(param.shape, mesh, layout)), mesh, layout, param.shape)
 
     return tree.map_with_path(local, plan.params)
-
-
-def _replicated(plan: Plan, state: TrainState) -> TrainState:
-    """The state with every leaf that is no DTensor yet as a replicated one."""
-    if plan.mesh.size == 1:
-        return state
-    from functitan.sharding.ops import spread
-
-    mesh: DeviceMesh = device_mesh(plan.mesh)
-    return tree.map(lambda leaf: spread(leaf, mesh), state)

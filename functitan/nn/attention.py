@@ -73,7 +73,7 @@ def attention(
             mask = attention_mask(torch.arange(seq, device=q.device), causal=True)
         return _plain(q, k, v, mask, scale)
 
-    if any(map(is_distributed, (q, k, v))):
+    if any(map(is_distributed, (q, k, v, mask))):
         from functitan.sharding import ops
 
         return ops.attention(attend, q, k, v, mask)

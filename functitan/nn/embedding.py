@@ -15,7 +15,8 @@ def embedding(table: Tensor, ids: Tensor, *, dtype: torch.dtype | None = None) -
     Args:
         table: [vocab, embed].
         ids: int32 or int64, [...]. That they are less than ``vocab`` is not checked here, because values are not
-            known while a step is captured: torch raises IndexError on a CPU, and data loaders check it before.
+            known while a step is captured: torch raises IndexError on a CPU, a table that is split over
+            ranks gives NaN, and data loaders check it before.
         dtype: of the result, in which a model goes on computing; None: the table's.
 
     Returns:

@@ -41,7 +41,12 @@ def cross_entropy(
     if is_distributed(logits) or is_distributed(labels):
         from functitan.sharding.cross_entropy import cross_entropy as over_mesh
 
-        return over_mesh(logits, labels, ignore_index, z_loss)
+        return over_mesh(row_losses, logits, labels, ignore_index, z_loss)
+    return row_losses(logits, labels, ignore_index, z_loss).sum(), (labels != ignore_index).sum()
+
+
+def row_losses(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> Tensor:
+    """What :func:`cross_entropy` adds up: [...], zeros where the label does not count."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
     valid = labels != ignore_index
     # Validity is data, not shape: ignored rows look up label 0 and are then left out.
@@ -53,4 +58,4 @@ def cross_entropy(
         # logsumexp = logit - log_softmax at any one label: no second pass over the vocabulary.
         normaliser = logits.gather(-1, index).squeeze(-1).to(dtype) - log_prob
         losses = losses + z_loss * normaliser.square()
-    return torch.where(valid, losses, 0.0).sum(), valid.sum()
+    return torch.where(valid, losses, 0.0)

@@ -36,7 +36,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
             return _RMSNorm.apply(x.float(), unit, eps)[0].to(x.dtype) * weight.to(x.dtype)
         return _RMSNorm.apply(x, weight.to(x.dtype), eps)[0]
 
-    return _over_mesh(norm, x, weight) if is_distributed(x) else norm(x, weight)
+    return _over_mesh(norm, x, weight) if any(map(is_distributed, (x, weight))) else norm(x, weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5) -> Tensor:
@@ -61,7 +61,8 @@ def layer_norm(x: Tensor, weight: Tensor | None = None, bias: Tensor | None = No
         weight, bias = (None if t is None else t.to(dtype) for t in (weight, bias))
         return F.layer_norm(x.to(dtype), x.shape[-1:], weight, bias, eps).to(x.dtype)
 
-    return _over_mesh(norm, x, weight, bias) if is_distributed(x) else norm(x, weight, bias)
+    over_mesh = any(map(is_distributed, (x, weight, bias)))
+    return _over_mesh(norm, x, weight, bias) if over_mesh else norm(x, weight, bias)
 
 
 def _over_mesh(norm: Callable[..., Tensor], x: Tensor, *scales: Tensor | None) -> Tensor:

@@ -115,7 +115,7 @@ def rotary(x: Tensor, table: RotaryTable) -> Tensor:
             f"rotary: x {list(x.shape)} is [batch, seq, heads, head_dim], but the table {list(cos.shape)} is for "
             f"head_dim {cos.shape[-1]} and {cos.shape[-3]} positions; make the table from the positions of x"
         )
-    if is_distributed(x):
+    if any(map(is_distributed, (x, cos, sin))):
         from functitan.sharding import ops
 
         return ops.rotate(_rotate, x, cos, sin)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from functitan import tree
-from functitan.optim.base import GradientTransformation, map_matching, zero_count, zeros_like
+from functitan.optim.base import GradientTransformation, at_least_float32, map_matching, zero_count, zeros_like
 
 
 class AccumulatedGradients(NamedTuple):
@@ -41,6 +41,12 @@ class MultiStepsState(NamedTuple):
 def zero_gradients(params: Any) -> AccumulatedGradients:
     """Nothing accumulated yet."""
     return AccumulatedGradients(zeros_like(params), zero_count(params).to(torch.int64))
+
+
+def first_gradients(grads: Any, weight: int | Tensor) -> AccumulatedGradients:
+    """The first microbatch, as :func:`accumulate` to :func:`zero_gradients` without adding to zeros."""
+    _check_weight("first_gradients", weight)
+    return AccumulatedGradients(tree.map(lambda g: g.to(at_least_float32(g.dtype)), grads), weight)
 
 
 def accumulate(accumulated: AccumulatedGradients, grads: Any, weight: int | Tensor) -> AccumulatedGradients:

@@ -6,9 +6,11 @@ Of each row only three numbers cross the mesh: the largest logit, the sum of exp
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from attrs import frozen
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -25,9 +27,17 @@ from functitan.sharding.move import (
 )
 from functitan.sharding.ops import mesh_of, spread
 
+RowLosses = Callable[[Tensor, Tensor, int, float], Tensor]
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float) -> tuple[DTensor, DTensor]:
-    """As ``functitan.nn.cross_entropy``, of DTensors: two replicated scalars."""
+
+def cross_entropy(
+    row_losses: RowLosses, logits: Tensor, labels: Tensor, ignore_index: int, z_loss: float
+) -> tuple[DTensor, DTensor]:
+    """As ``functitan.nn.cross_entropy``, of DTensors: two replicated scalars.
+
+    Args:
+        row_losses: the losses of rows whose vocabulary is whole.
+    """
     mesh = mesh_of(logits, labels)
     logits, labels = spread(logits, mesh), spread(labels, mesh)
     placements = complete(logits.placements)
@@ -35,10 +45,12 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: flo
     over_vocab = tuple(p.is_shard() and p.dim == last for p in placements)
     rows = tuple(Replicate() if split else p for p, split in zip(placements, over_vocab))
     local, local_labels = to_local(logits, placements), to_local(labels, rows)
-    (start, size) = region(logits.shape, mesh, placements)[-1]
-    losses = _SplitCrossEntropy.apply(
-        local, local_labels, start, size, (mesh, over_vocab), rows, tuple(labels.shape), ignore_index, z_loss
-    )
+    if any(over_vocab):
+        columns = region(logits.shape, mesh, placements)[-1]
+        split = _Split(mesh, over_vocab, rows, tuple(labels.shape), *columns, logits.shape[-1])
+        losses, _ = _SplitCrossEntropy.apply(local, local_labels, split, ignore_index, z_loss)
+    else:
+        losses = row_losses(local, local_labels, ignore_index, z_loss)
     sums = tuple(Partial() if p.is_shard() else Replicate() for p in rows)
     everywhere = (Replicate(),) * mesh.ndim
     loss_sum = redistribute(from_local(losses.sum(), mesh, sums, ()), everywhere)
@@ -46,50 +58,71 @@ def cross_entropy(logits: Tensor, labels: Tensor, ignore_index: int, z_loss: flo
     return loss_sum, count
 
 
+@frozen
+class _Split:
+    """How the logits are split: the columns ``start … start + size`` of ``vocab`` are here."""
+
+    mesh: DeviceMesh
+    over_vocab: tuple[bool, ...]
+    rows: Placements
+    shape: tuple[int, ...]
+    start: int
+    size: int
+    vocab: int
+
+    def total(self, x: Tensor, op: str, *more: int) -> Tensor:
+        """``x`` of each row, [*shape, *more], reduced over the ranks that have the other columns."""
+        parts = tuple(Partial(op) if cut else p for cut, p in zip(self.over_vocab, self.rows))
+        return redistribute(from_local(x, self.mesh, parts, (*self.shape, *more)), self.rows).to_local()
+
+
 class _SplitCrossEntropy(torch.autograd.Function):
-    """The loss of each row, from this rank's columns ``start … start + size`` of the logits."""
+    """The loss of each row, and the logarithm of its sum of exponentials, from this rank's columns of the logits.
+
+    The second is an output so that second derivatives find their way to it.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, labels: Tensor, start: int, size: int, split: tuple[DeviceMesh, tuple[bool, ...]],
-        rows: Placements, shape: tuple[int, ...], ignore_index: int, z_loss: float,
-    ) -> Tensor:  # fmt: skip
+        ctx: Any, logits: Tensor, labels: Tensor, split: _Split, ignore_index: int, z_loss: float
+    ) -> tuple[Tensor, Tensor]:
         dtype = torch.promote_types(logits.dtype, torch.float32)
         valid = labels != ignore_index
-        index = labels - start
-        mine = valid & (index >= 0) & (index < size)
+        index = labels - split.start
+        mine = valid & (index >= 0) & (index < split.size)
         index = torch.where(mine, index, 0).unsqueeze(-1)
-
-        def total(x: Tensor, op: str, *, more: int = 0) -> Tensor:
-            mesh, over_vocab = split
-            if not any(over_vocab):
-                return x
-            parts = tuple(Partial(op) if cut else p for cut, p in zip(over_vocab, rows))
-            return redistribute(from_local(x, mesh, parts, (*shape, more) if more else shape), rows).to_local()
-
-        if size:
-            peak = total(logits.amax(-1).to(dtype), "max")
+        if split.size:
+            peak = split.total(logits.amax(-1).to(dtype), "max")
             exponentials = (logits.to(dtype) - peak.unsqueeze(-1)).exp().sum(-1)
             picked = torch.where(mine, logits.gather(-1, index).squeeze(-1).to(dtype), 0.0)
         else:  # a rank without a column
-            peak = total(torch.full_like(labels, -torch.inf, dtype=dtype), "max")
+            peak = split.total(torch.full_like(labels, -torch.inf, dtype=dtype), "max")
             exponentials = picked = torch.zeros_like(labels, dtype=dtype)
-        exponentials, picked = total(torch.stack((exponentials, picked), -1), "sum", more=2).unbind(-1)
+        sums = split.total(torch.stack((exponentials, picked), -1), "sum", 2)
+        exponentials, picked = sums.unbind(-1)
         normaliser = peak + exponentials.log()
         losses = normaliser - picked
         if z_loss:
             losses = losses + z_loss * normaliser.square()
+        # No rank has the column of a label outside the vocabulary: NaN, where whole logits would raise or crash.
+        losses = torch.where((labels >= 0) & (labels < split.vocab), losses, torch.nan)
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(logits, normaliser, index, mine, valid)
-        ctx.z_loss = z_loss
-        return torch.where(valid, losses, 0.0)
+        ctx.split, ctx.z_loss = split, z_loss
+        return torch.where(valid, losses, 0.0), normaliser
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, grad_normaliser: Tensor | None) -> tuple[Tensor | None, ...]:
         logits, normaliser, index, mine, valid = ctx.saved_tensors
-        grad = torch.where(valid, grad, 0.0)
-        of_normaliser = grad * (1 + 2 * ctx.z_loss * normaliser) if ctx.z_loss else grad
+        of_normaliser = None
+        if grad_normaliser is not None:  # of second derivatives: each rank has what its own columns gave
+            of_normaliser = ctx.split.total(grad_normaliser, "sum")
+        if grad is not None:
+            grad = torch.where(valid, grad, 0.0)
+            direct = grad * (1 + 2 * ctx.z_loss * normaliser) if ctx.z_loss else grad
+            of_normaliser = direct if of_normaliser is None else of_normaliser + direct
         softmax = (logits.to(normaliser.dtype) - normaliser.unsqueeze(-1)).exp()
         out = softmax * of_normaliser.unsqueeze(-1)
-        if logits.shape[-1]:
+        if grad is not None and ctx.split.size:
             out = out.scatter_add(-1, index, -torch.where(mine, grad, 0.0).unsqueeze(-1))
-        return out.to(logits.dtype), *(None,) * 8
+        return out.to(logits.dtype), None, None, None, None

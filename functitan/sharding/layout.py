@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 from torch import Tensor
 
-from functitan._torch import is_distributed
+from functitan._torch import implicit_replication, is_distributed
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,8 @@ class Layout:
 
     def is_data_axis(self, axis: str) -> bool:
         """Whether an axis splits the batch or is the sequence's own: parameters split over it are only stored so."""
+        if axis == "ep":  # it splits the batch outside of the experts, which stay where they are
+            return False
         return axis == "cp" or axis in self.plan.rules.spec(("batch",), self.plan.mesh).axes
 
 
@@ -61,8 +63,6 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
     if plan is None or plan.mesh.size == 1:
         yield
         return
-    from torch.distributed.tensor.experimental import implicit_replication
-
     from functitan.compiler.mesh import device_mesh
 
     before = current()
@@ -75,8 +75,17 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
             _state.layout = before
 
 
-def completed(x: Tensor) -> Tensor:
-    """``x`` without partial sums, which a reader would take for the whole; a tensor without them as it is."""
+def laid_out_as(like: Tensor, x: Tensor) -> Tensor:
+    """``x`` in the placements of ``like``, where both are DTensors."""
+    if not (is_distributed(x) and is_distributed(like)) or x.placements == like.placements:
+        return x
+    from functitan.sharding.move import redistribute
+
+    return redistribute(x, like.placements)
+
+
+def completed(x: Any) -> Any:
+    """``x`` without partial sums, which a reader would take for the whole; what has none as it is."""
     if not is_distributed(x) or not any(placement.is_partial() for placement in x.placements):
         return x
     from functitan.sharding.move import complete, redistribute

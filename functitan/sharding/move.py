@@ -129,8 +129,21 @@ class _FromLocal(torch.autograd.Function):
 
 
 def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.Size) -> DTensor:
-    stride = torch.empty(shape, device="meta").stride()
+    if local.device.type not in (mesh.device_type, "meta"):
+        raise ValueError(
+            f"a tensor on {local.device} is no part of one on a mesh of {mesh.device_type} devices; move it there first"
+        )
+    stride = _stride_like(local, shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+def _stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a dense tensor of the whole shape, its dims nested as those of the local one are."""
+    strides, step = [0] * len(shape), 1
+    for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
+        strides[dim] = step
+        step *= max(shape[dim], 1)
+    return tuple(strides)
 
 
 def redistribute(x: DTensor, placements: Sequence[Placement]) -> DTensor:

@@ -117,7 +117,12 @@ def embedding(lookup: Callable[[Tensor, Tensor], Tensor], table: Tensor, ids: Te
     table_to, ids_to, y_as, table_grad = (tuple(column) for column in zip(*axes))
     (start, size), _ = region(table.shape, mesh, table_to)
     rows, local_ids = use_parameter(table, table_to, table_grad, dtype), to_local(ids, ids_to)
-    y = lookup(rows, local_ids) if size == table.shape[0] else _own_rows(lookup, rows, local_ids - start)
+    if size == table.shape[0]:
+        y = lookup(rows, local_ids)
+    else:
+        y = _own_rows(lookup, rows, local_ids - start)
+        legal = (local_ids >= 0) & (local_ids < table.shape[0])
+        y = torch.where(legal.unsqueeze(-1), y, torch.nan)  # an id that no rank has the row of
     return from_local(y, mesh, y_as, (*ids.shape, table.shape[1]))
 
 
@@ -128,15 +133,17 @@ def _own_rows(lookup: Callable[[Tensor, Tensor], Tensor], rows: Tensor, ids: Ten
     return torch.where(mine.unsqueeze(-1), lookup(rows, torch.where(mine, ids, 0)), 0.0)
 
 
-def normalise(fun: Callable[..., Tensor], x: DTensor, *scales: Tensor | None) -> DTensor:
+def normalise(fun: Callable[..., Tensor], x: Tensor, *scales: Tensor | None) -> DTensor:
     """``fun(x, *scales)`` over the last dim; the scales' gradients are summed over all that splits the rows."""
+    mesh = mesh_of(x, *scales)
+    x = spread(x, mesh)
     placements = whole_in(x, -1)
-    whole = (Replicate(),) * x.device_mesh.ndim
+    whole = (Replicate(),) * mesh.ndim
     local = [
-        None if s is None else use_parameter(spread(s, x.device_mesh), whole, _summed_over(placements), x.dtype)
+        None if s is None else use_parameter(spread(s, mesh), whole, _summed_over(placements), x.dtype)
         for s in scales
     ]
-    return from_local(fun(to_local(x, placements), *local), x.device_mesh, placements, x.shape)
+    return from_local(fun(to_local(x, placements), *local), mesh, placements, x.shape)
 
 
 def attention(
@@ -150,7 +157,7 @@ def attention(
 
     Query heads and key/value heads are split alike, so that a rank has the key/value heads of its query heads.
     """
-    mesh = mesh_of(q, k, v)
+    mesh = mesh_of(q, k, v, mask)
     q, k, v = (spread(x, mesh) for x in (q, k, v))
     heads, placements = k.shape[2], []
     for i, p in enumerate(q.placements):

@@ -13,7 +13,7 @@ import torch
 from torch.fx import Graph, Node
 
 from functitan._torch import mark_of
-from functitan.compiler.collectives import ALL_GATHER
+from functitan.compiler.collectives import ALL_GATHER, WAIT
 from functitan.compiler.graphs import drop_dead, is_pure, ops, value
 
 _aten = torch.ops.aten
@@ -56,7 +56,7 @@ def _same_layout(a: Node, b: Node) -> bool:
 
 
 def _key(node: Node) -> Hashable:
-    region = mark_of(node, "remat")
+    region = mark_of(node, "remat") if node.target is not WAIT else None
     # What is gathered for one microbatch is not kept for the next.
     microbatch = mark_of(node, "pass") if node.target is ALL_GATHER else None
     return node.target, _frozen(node.args), _frozen(node.kwargs), region, microbatch

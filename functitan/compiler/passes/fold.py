@@ -47,9 +47,14 @@ def fold_constants(graph: Graph, donated: Collection[int] = ()) -> None:
 def _constants(graph: Graph) -> dict[Node, None]:
     found: dict[Node, None] = {node: None for node in graph.nodes if node.op == "get_attr"}
     for node in ops(graph):
-        if is_op(node) and is_pure(node) and _is_small(node) and all(s in found for s in node.all_input_nodes):
+        if _is_local(node) and is_pure(node) and _is_small(node) and all(s in found for s in node.all_input_nodes):
             found[node] = None
     return found
+
+
+def _is_local(node: Node) -> bool:
+    """No collective: it would run while capturing, on whatever ranks are capturing."""
+    return is_op(node) and node.target.namespace != "_c10d_functional"
 
 
 def _is_small(node: Node) -> bool:

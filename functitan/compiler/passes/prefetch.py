@@ -66,7 +66,6 @@ def _waits_behind(order: list[Node], reductions: list[Node]) -> list[Node]:
             held, waiting = set(), []
             if following[node] is not None:
                 held = {wait_of(node)}
-                waiting = []
                 continue
         if node in held or any(source in held for source in node.all_input_nodes):
             held.add(node)

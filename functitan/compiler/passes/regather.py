@@ -1,8 +1,8 @@
 """Gathers parameters a second time for the backward pass, instead of keeping them whole since the forward pass.
 
 What was gathered for a layer's forward is freed behind it, so that a rank holds the whole of one or two layers at a
-time (ZeRO stage 3, Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7.2.2). Kept is what nothing else is
-gathered behind before it is used again: the last layer of the forward pass is the first of the backward pass.
+time (ZeRO stage 3, Rajbhandari et al., https://arxiv.org/abs/1910.02054, section 7.2.2). Kept is what is used again
+before anything else is gathered: the output projection, last in forward and first in backward.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def gather_again(graph: Graph, donated: Collection[int] = ()) -> None:
     for gather in gathers:
         if is_backward(gather):
             continue
-        chain = _made_of(gather)
+        chain = _made_of(_sources(gather))
         later = [(node, user) for node in chain for user in node.users if is_backward(user) and user not in chain]
         if not later:
             continue
@@ -42,10 +42,18 @@ def gather_again(graph: Graph, donated: Collection[int] = ()) -> None:
         stable_sort(graph, list(graph.nodes))
 
 
-def _made_of(gather: Node) -> dict[Node, None]:
-    """The gather and what forward makes of it by views, casts and rearrangement alone, in the order of the program."""
-    chain: dict[Node, None] = {gather: None}
-    waiting = [gather]
+def _sources(gather: Node) -> list[Node]:
+    """The gather with the casts and paddings of the shard before it, which are not to be kept either; they first."""
+    chain = [gather]
+    while label(source := chain[-1].args[0]) == label(gather) and _rearranges(source):
+        chain.append(source)
+    return chain[::-1]
+
+
+def _made_of(start: list[Node]) -> dict[Node, None]:
+    """These and what forward makes of them by views, casts, further gathers and rearrangement alone."""
+    chain: dict[Node, None] = dict.fromkeys(start)
+    waiting = list(start)
     while waiting:
         for user in waiting.pop(0).users:
             if user not in chain and _rearranges(user) and not is_backward(user):
@@ -56,7 +64,11 @@ def _made_of(gather: Node) -> dict[Node, None]:
 
 
 def _rearranges(node: Node) -> bool:
-    return node.target is operator.getitem or node.target in _COPIES or is_view(node)
+    return node.target is operator.getitem or node.target in _COPIES or is_view(node) or _gathers(node)
+
+
+def _gathers(node: Node) -> bool:
+    return node.target is ALL_GATHER and label(node) is not None
 
 
 def _again(graph: Graph, chain: dict[Node, None], later: list[tuple[Node, Node]]) -> None:
