@@ -11,6 +11,7 @@ from cost_helpers import BATCH, CONFIG, SEQ, captured_step, run_and_watch
 
 import functitan as ft
 from functitan import cost
+from functitan.compiler.plan import readable_bytes
 from functitan.cost.collectives import Collective, CollectiveCount
 from models import llama
 from sharding_specs import MeshSpec, Param, Rules
@@ -119,6 +120,18 @@ class TestMemory:
         layer = sum(p.bytes for path, p in ft.tree.leaves_with_path(plan.params) if "layers" in path)
         assert gathered > layer / CONFIG.n_layers / 2  # a layer's share of tp, whole over fsdp
         assert sum(explanation.memory.parts.values()) == explanation.memory.peak
+
+    def test_has_the_most_that_each_part_takes(self, sharded):
+        _, plan, explanation, facts = sharded
+        memory = explanation.memory
+        for i, part in enumerate(cost.PARTS):
+            assert memory.part_peaks[part] == max(live[i] for live in [facts.start, *(row.live for row in facts.ops)])
+            assert memory.part_peaks[part] >= memory.parts[part]
+        # All gradients are there at once, for the norm, and none of them while the activations are at their most.
+        assert memory.part_peaks["gradients"] >= plan.bytes_per_rank > memory.parts["gradients"]
+        row = next(line.split() for line in str(explanation).splitlines() if line.startswith("  gradients"))
+        assert row[1:] == [*readable_bytes(memory.parts["gradients"]).split(),
+                           *readable_bytes(memory.part_peaks["gradients"]).split()]  # fmt: skip
 
     def test_needs_the_size_of_every_result(self, alone):
         graph = torch.fx.Graph()
@@ -268,6 +281,7 @@ class TestExplanation:
         assert json.loads(json.dumps(data)) == data
         assert data["mesh"] == {"fsdp": 2, "tp": 2}
         assert data["memory"]["peak"] == sum(data["memory"]["parts"].values())
+        assert set(data["memory"]["part_peaks"]) == set(cost.PARTS)
         assert data["wire_bytes"] == sum(row["total_bytes"] for row in data["collectives"])
         assert {row["path"] for row in data["params"]} == set(sharded[1].specs)
 

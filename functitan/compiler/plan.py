@@ -176,7 +176,7 @@ class Plan:
             names = ", ".join(name or "-" for name in param.names)
             spec = self.specs[path]
             gathered = ", ".join(self._storage_axes(param, spec)) or "-"
-            size = _readable(self._shard_bytes(param, spec))
+            size = readable_bytes(self._shard_bytes(param, spec))
             rows.append((path, str(param.shape), param.dtype, names, str(spec), gathered, size))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = [
@@ -184,8 +184,8 @@ class Plan:
             for *texts, size in rows
         ]
         total = (
-            f"{self.param_count:,} parameters, {_readable(self.param_bytes)}; "
-            f"{_readable(self.bytes_per_rank)} per rank of {self.mesh}"
+            f"{self.param_count:,} parameters, {readable_bytes(self.param_bytes)}; "
+            f"{readable_bytes(self.bytes_per_rank)} per rank of {self.mesh}"
         )
         return "\n".join([*lines, total])
 
@@ -272,7 +272,7 @@ def partition(placements: Sequence[Placement], mesh: MeshSpec, ndim: int) -> P:
     return P(*entries)
 
 
-def _readable(count: int) -> str:
+def readable_bytes(count: int) -> str:
     """Bytes with three digits or so and a binary unit: ``29.9 GiB``."""
     if count < 1024:
         return f"{count} B"

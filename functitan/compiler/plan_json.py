@@ -1,10 +1,11 @@
 """A Plan as JSON text and back: data alone, so reading it runs no code.
 
     {
-      "functitan_plan": 1,
+      "functitan_plan": 2,
       "mesh": {"fsdp": 2, "tp": 2},
       "rules": {"batch": ["dp", "fsdp"], "embed": "fsdp", "mlp": "tp", "seq": "cp"},
       "uneven": [],
+      "precision": {"compute": "bfloat16", "reduce": null, "output": null},
       "params": {
         "up": {"$param": {"shape": [64, 128], "names": ["embed", "mlp"], ...}}
       }

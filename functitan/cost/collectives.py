@@ -102,8 +102,8 @@ def collective_of(node: Node, group_axes: GroupAxes, phase: str | None = None) -
         axes=axes,
         ranks=ranks,
         dtype=", ".join(dtypes),
-        bytes_in=sum(map(_bytes, inputs)),
-        bytes_out=sum(map(_bytes, outputs)),
+        bytes_in=sum(x.nbytes for x in inputs),
+        bytes_out=sum(x.nbytes for x in outputs),
         phase=phase,
     )
 
@@ -134,7 +134,3 @@ def kind_of(node: Node) -> str:
     for ending in ("_", "_out", "_coalesced", "_single", "_tensor", "_into"):
         name = name.removesuffix(ending)
     return name
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()

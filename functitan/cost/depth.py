@@ -8,6 +8,11 @@ the table of the deep graph is written out without making that graph, and its pe
 
 A pass that decides by a size breaks the line where the size crosses its threshold: the order of the update, and with it
 the bytes alive there, changes where what is stacked over layers grows beyond ``passes.order``'s 1,024 elements.
+
+Two repetitions of a block are too few to tell the last one's peculiarities from growth. Where layers cast what the next
+one gathers (bfloat16 on a mesh with fsdp), the last one casts the unembedding, which is larger: between it and the
+first the memory seems to grow unevenly. With three repetitions the first and the last are taken as they are. The
+outermost layers are none (what they send has no neighbour on one side), so three take a graph of five layers.
 """
 
 from __future__ import annotations

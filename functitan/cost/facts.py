@@ -66,12 +66,14 @@ class Facts:
 
     @property
     def memory(self) -> Memory:
-        """The first moment at which most bytes are alive."""
+        """The first moment at which most bytes are alive, and the most of each part at any moment."""
         peak, at, phase = self.start, "the start", None
         for fact in self.ops:
             if sum(fact.live) > sum(peak):
                 peak, at, phase = fact.live, fact.op, fact.phase
-        return Memory(sum(peak), dict(zip(PARTS, peak)), at, phase, sum(self.start))
+        most = map(max, zip(self.start, *(fact.live for fact in self.ops)))
+        parts, part_peaks = dict(zip(PARTS, peak)), dict(zip(PARTS, most))
+        return Memory(sum(peak), parts, at, phase, sum(self.start), part_peaks)
 
     @property
     def totals(self) -> tuple[tuple[CollectiveCount, ...], dict[str, int], dict[str, int], Memory]:

@@ -31,6 +31,8 @@ class Memory:
         at: the operator that runs then, or "the start".
         phase: of that operator.
         arguments: bytes of the step's arguments, which are there before it starts.
+        part_peaks: the most that each part takes at any moment of the step, each at its own; so they do not add up to
+            ``peak``. At a peak in the forward pass there are no gradients yet, and here they are.
     """
 
     peak: int
@@ -38,6 +40,7 @@ class Memory:
     at: str
     phase: str | None
     arguments: int
+    part_peaks: dict[str, int]
 
 
 @frozen

@@ -12,7 +12,7 @@ from attrs import frozen
 
 from functitan import tree
 from functitan.compiler.jit import Captured
-from functitan.compiler.plan import Plan
+from functitan.compiler.plan import Plan, readable_bytes
 from functitan.cost.collectives import CollectiveCount
 from functitan.cost.facts import Facts, graph_facts
 from functitan.cost.groups import axes_of, group_ranks
@@ -56,7 +56,7 @@ class Explanation:
         collectives: what is sent, each kind of call and its count, in the order of the first.
         flops: floating-point operations by kind: see :mod:`functitan.cost.flops`.
         uncounted: operators that may do products and have no formula, and how often each occurs.
-        memory: the peak, and what it is made of.
+        memory: the peak, and what it is made of; and the most that each part takes at any moment.
         captured_layers: the numbers of layers of the graphs that the figures were extrapolated from; empty where they
             were read off the whole graph.
     """
@@ -85,8 +85,8 @@ class Explanation:
         ``mesh`` {axis: size}; ``rank``; ``params`` [{path, shape, dtype, layout, gathered, local_shape, bytes}];
         ``collectives`` [{kind, axes, ranks, dtype, bytes_in, bytes_out, phase, wire_bytes, count, total_bytes}];
         ``wire_bytes``; ``flops`` {kind: number}; ``total_flops``; ``uncounted`` {operator: count};
-        ``memory`` {peak, parts {part: bytes}, at, phase, arguments}; ``captured_layers`` [number]. Sizes are bytes, of
-        one rank and one step.
+        ``memory`` {peak, parts {part: bytes}, at, phase, arguments, part_peaks {part: bytes}}; ``captured_layers``
+        [number]. Sizes are bytes, of one rank and one step.
         """
         return {
             "mesh": dict(self.mesh),
@@ -122,8 +122,8 @@ class Explanation:
             layout = ", ".join(" x ".join(axes) or "-" for axes in row.layout)
             local = str(list(row.local_shape))
             gathered = " x ".join(row.gathered) or "-"
-            rows.append((row.path, str(list(row.shape)), row.dtype, layout, gathered, local, _readable(row.bytes)))
-        total = _readable(sum(row.bytes for row in self.params))
+            rows.append((row.path, str(list(row.shape)), row.dtype, layout, gathered, local, readable_bytes(row.bytes)))
+        total = readable_bytes(sum(row.bytes for row in self.params))
         where = f"rank {self.rank} of {self.mesh.size} ({self.mesh.describe(self.mesh.axes) or 'one device'})"
         return "\n".join([f"Parameters on {where}: {total}", *_table(rows)])
 
@@ -140,14 +140,14 @@ class Explanation:
                     str(call.ranks),
                     call.phase or "-",
                     call.dtype,
-                    _readable(call.bytes_in),
-                    _readable(call.bytes_out),
+                    readable_bytes(call.bytes_in),
+                    readable_bytes(call.bytes_out),
                     str(row.count),
-                    _readable(row.total_bytes),
+                    readable_bytes(row.total_bytes),
                 )
             )
-        calls = sum(row.count for row in self.collectives)
-        head = f"Collectives in a step: {calls} calls, {_readable(self.wire_bytes)} sent by this rank (ring algorithms)"
+        calls, sent = sum(row.count for row in self.collectives), readable_bytes(self.wire_bytes)
+        head = f"Collectives in a step: {calls} calls, {sent} sent by this rank (ring algorithms)"
         return "\n".join([head, *_table(rows)])
 
     def _flops(self) -> str:
@@ -161,9 +161,10 @@ class Explanation:
     def _memory(self) -> str:
         memory = self.memory
         where = f"at {memory.at}" + (f" ({memory.phase})" if memory.phase else "")
-        rows = [(part, _readable(memory.parts[part])) for part in PARTS]
-        head = f"Peak memory of tensors on this rank: {_readable(memory.peak)}, {where}"
-        return "\n".join([head, *_table(rows), f"  arguments before the step: {_readable(memory.arguments)}"])
+        rows = [("part", "at the peak", "at its own peak")]
+        rows += [(part, readable_bytes(memory.parts[part]), readable_bytes(memory.part_peaks[part])) for part in PARTS]
+        head = f"Peak memory of tensors on this rank: {readable_bytes(memory.peak)}, {where}"
+        return "\n".join([head, *_table(rows), f"  arguments before the step: {readable_bytes(memory.arguments)}"])
 
 
 def explain(captured: Captured, plan: Plan, *, rank: int = 0) -> Explanation:
@@ -219,16 +220,6 @@ def params_of(plan: Plan, rank: int = 0) -> tuple[ParamRow, ...]:
         )
         rows.append(ParamRow(path, param.shape, param.dtype, layout, plan.storage_axes(path), local, size))
     return tuple(rows)
-
-
-def _readable(size: int) -> str:
-    """A number of bytes in binary units: ``1.50 GiB``."""
-    value, unit = float(size), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if value < 1024 or unit == "TiB":
-            break
-        value /= 1024
-    return f"{value:.0f} {unit}" if unit == "B" else f"{value:.2f} {unit}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:
