@@ -23,13 +23,16 @@ def layouts(product: int) -> list[Case]:
 
 
 def quick(product: int) -> list[Case]:
-    """Every layout of up to 4 ranks, and of 8 every third; the options take turns, every fourth is uncaptured."""
+    """Every layout of up to 4 ranks, and of 8 every third; the options take turns, each at its own pace."""
     remats = ("none", "full", "selective")
     cases = layouts(product)
     if product == 8:
         cases = cases[::3]
     return [
-        case._replace(remat=remats[i % 3], tied=i % 2 == 1, captured=i % 4 != 3, accumulation=1 + (i % 5 == 0))
+        case._replace(
+            remat=remats[i // 2 % 3], tied=i % 2 == 1, captured=i % 3 != 2,
+            accumulation=2 if i % 5 == 0 and product < 8 else 1,
+        )  # fmt: skip
         for i, case in enumerate(cases)
     ]
 
