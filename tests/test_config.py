@@ -14,6 +14,7 @@ from pathlib import Path
 
 import attrs
 import pytest
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -174,6 +175,11 @@ def test_c2_mesh_against_devices_together_with_everything_else():
     assert any(problem.startswith("mesh: ") and "= 6, but there are 8 devices" in problem for problem in found)
     for start in ("train.steps: is -1", "train.log_every: is 0", "optim.learning_rate: is nan", "layers/wk: "):
         assert any(problem.startswith(start) for problem in found), start
+
+
+def test_only_axes_that_can_run_are_offered_for_a_mesh_that_does_not_fit():
+    (problem,) = validate(changed(mesh={"fsdp": 2}), devices=4)
+    assert problem.endswith("one change that fits: dp=2 or fsdp=4 or tp=2")
 
 
 def test_c6_batch_that_does_not_divide_into_micro_steps():
@@ -342,8 +348,9 @@ def test_c3_a_misspelt_option_is_refused_and_the_near_one_named(capsys):
         (["check", "--devices", "8"], "there are 8 devices"),
         (["train", "--mesh.fsdp", "2"], "mesh: fsdp=2 needs 2 ranks, and this is one process: add --nproc 2"),
         (["train", "--nproc", "0"], "--nproc: is 0; give 1 or more"),
-        (["train", "--nproc", "4", "--mesh.fsdp", "2"], "fsdp=2 x ep=1 x cp=1 x tp=1 = 2, but there are 4 devices"),
+        (["train", "--nproc", "4", "--mesh.fsdp", "2"], "dp=1 x fsdp=2 x tp=1 = 2, but there are 4 devices"),
         (["train", "--nproc", "2", "--mesh.cp", "2"], "mesh.cp: is 2, but this version runs dp, fsdp and tp"),
+        (["train", "--jit.inductor", "--jit.no-enabled"], "jit.inductor: is on, but jit.enabled is off"),
         (["sample", ".", "--tokens", "0", "--temperature", "-1"], "--temperature: is -1.0; give 0 or more"),
         (["bench", "stp"], 'unknown bench \'stp\'; did you mean "step"?'),
     ],
@@ -360,13 +367,58 @@ def test_c2_ranks_are_held_against_the_mesh(monkeypatch, capsys):
     assert status("train", "--mesh.dp", "2", "--mesh.tp", "3", "--train.log-every", "0") == 2
     said = capsys.readouterr().err
     assert "= 6, but there are 8 devices" in said and "train.log_every: is 0" in said and "legal tp: 1, 2" in said
-    monkeypatch.setenv("LOCAL_RANK", "1")
-    assert status("train", "--mesh.dp", "2", "--mesh.tp", "3") == 2
-    assert capsys.readouterr().err == "", "the first rank of the machine has said it"
     monkeypatch.setenv("WORLD_SIZE", "many")
-    monkeypatch.setenv("LOCAL_RANK", "0")
     assert status("train") == 2
     assert "WORLD_SIZE='many'" in capsys.readouterr().err
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Makes this process a rank of two that torchrun has started."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    job = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port)}
+    for name, value in (job | {"TORCHELASTIC_USE_AGENT_STORE": "True"}).items():
+        monkeypatch.setenv(name, value)
+
+    def become(rank):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+
+    yield become
+    del store  # which is a server until here
+
+
+MISTAKES = {
+    "a value": (["--mesh.dp", "2", "--train.log-every", "0"], "train.log_every: is 0"),
+    "an option": (["--mesh.dp", "2", "--train.stepss", "9"], "--train.stepss"),
+    "a file": (["--config", "nowhere.yaml"], "--config nowhere.yaml: No such file"),
+}
+
+
+@pytest.mark.parametrize(("options", "expected"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_of_several_ranks_is_told_by_the_first_of_them_alone(as_rank, capsys, options, expected):
+    for rank, told in ((1, 1), (0, 0), (1, 1)):
+        as_rank(rank)
+        assert status("train", *options) == 2
+        assert min(capsys.readouterr().err.count(expected), 1) == told
+    # Another mistake of rank 0 is another thing to say.
+    as_rank(0)
+    assert status("train", "--mesh.dp", "2", "--optim.b2", "7") == 2
+    assert "optim.b2: is 7.0" in capsys.readouterr().err
+
+
+def test_help_of_several_ranks_is_printed_once(as_rank, capsys):
+    for rank in (0, 1):
+        as_rank(rank)
+        assert status("train", "--help") == 0
+    assert capsys.readouterr().out.count("usage: functitan train") == 1
+
+
+def test_ranks_without_a_store_say_it_each(monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert status("train", "--train.log-every", "0", "--mesh.dp", "2") == 2
+    assert "train.log_every: is 0" in capsys.readouterr().err
 
 
 def test_ranks_do_not_start_ranks(monkeypatch, capsys):

@@ -22,7 +22,7 @@ def option(line, name):
 
 def test_one_machine():
     line = launch_command(["llama3-8b", "--out", "my runs"], {}, nproc=8)
-    assert line == "torchrun --standalone --nproc-per-node 8 -m train llama3-8b --out 'my runs'"
+    assert line == "torchrun --standalone --nproc-per-node 8 --no-python functitan train llama3-8b --out 'my runs'"
     assert option(launch_command([], {}), "--nproc-per-node") == "gpu"
 
 
@@ -33,7 +33,7 @@ def test_n4_three_slurm_nodes():
     assert option(line, "--ntasks-per-node") == "1" and option(line, "--cpus-per-task") == "96"
     assert option(line, "--nproc-per-node") == "8"
     assert option(line, "--rdzv-endpoint") == "node08:24242" and option(line, "--rdzv-id") == "4242"
-    assert line.endswith("-m train llama3-8b")
+    assert line.endswith("--no-python functitan train llama3-8b")
 
 
 @pytest.mark.parametrize("count", ["SLURM_JOB_NUM_NODES", "SLURM_NNODES"])
@@ -45,7 +45,8 @@ def test_n4_on_the_command_line(count, monkeypatch, capsys):
     assert cli.main(["launch", "debug", "--nproc=2", "--mesh.fsdp", "-1", "--seed", "4"]) == 0
     line = capsys.readouterr().out.strip()
     assert "--nnodes 3 --nproc-per-node 2" in line and "node01:20007" in line
-    assert line.endswith("-m train debug --mesh.fsdp -1 --seed 4"), "launch's own options are not the job's"
+    job = "--no-python functitan train debug --mesh.fsdp -1 --seed 4"
+    assert line.endswith(job), "launch's own options are not the job's"
 
 
 def test_launch_warns_of_a_mesh_that_the_machines_do_not_fit(capsys):

@@ -1,4 +1,4 @@
-"""Runs over ranks: the same numbers, one voice, and one end for all, however it comes. Real Gloo ranks."""
+"""Runs over ranks: the same numbers, and one voice. Real Gloo ranks; test_rank_failures.py has how they fail."""
 
 import multiprocessing
 import os
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import attrs
-import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -265,131 +264,3 @@ def _counted(argv) -> int:
 
     loop._evaluate = counting
     return main(argv)
-
-
-# Failures --------------------------------------------------------------------------------------------------------
-
-
-def failing(corpus, tmp_path, function):
-    options = args(corpus, tmp_path / "run", "--train.steps", 4, "--mesh.fsdp", 2, "--jit.no-enabled")
-    return as_ranks(2, function, options, folder=tmp_path)
-
-
-def _as_rank_one(argv, change) -> int:
-    if os.environ["RANK"] == "1":
-        change(argv)
-    return main(argv)
-
-
-def _differing(argv) -> int:
-    return _as_rank_one(argv, lambda argv: argv.extend(["--optim.learning-rate", "7e-5", "--data.no-shuffle"]))
-
-
-def test_ranks_of_different_configurations_do_not_start(corpus, tmp_path):
-    ended = failing(corpus, tmp_path, _differing)
-    assert ended.status == [2, 2]
-    said = "functitan: error: the ranks differ in their configuration: "
-    assert ended.said.splitlines() == [
-        f"{said}data.shuffle: True on rank 0, False on rank 1",
-        f"{said}optim.learning_rate: 0.004 on rank 0, 7e-05 on rank 1",
-    ]
-    assert not (tmp_path / "run").exists()
-
-
-def _other_data(argv) -> int:
-    def change(argv):
-        build = loop.build_data
-        loop.build_data = lambda config, *rest: build(attrs.evolve(config, held_out=0.5), *rest)
-
-    return _as_rank_one(argv, change)
-
-
-def test_ranks_that_read_different_text_do_not_start(corpus, tmp_path):
-    ended = failing(corpus, tmp_path, _other_data)
-    assert ended.status == [2, 2] and len(ended.said.splitlines()) == 1
-    assert "the ranks differ in their data (--data.path): tokens: " in ended.said
-
-
-def _raising(argv, error) -> int:
-    """Rank 1 fails in step 2, when the other one is already waiting for it."""
-
-    def change(argv):
-        place, count = loop._placed, iter(range(99))
-
-        def placed(this, rows):
-            if next(count) == 1:
-                time.sleep(0.5)
-                raise error
-            return place(this, rows)
-
-        loop._placed = placed
-
-    return _as_rank_one(argv, change)
-
-
-def _user_error(argv) -> int:
-    return _raising(argv, UserError("the disk of this machine is full"))
-
-
-def _config_error(argv) -> int:
-    return _raising(argv, ConfigError(["data.path: has changed"]))
-
-
-@pytest.mark.parametrize(
-    ("function", "status", "line"),
-    [(_user_error, 1, "the disk of this machine is full"), (_config_error, 2, "data.path: has changed")],
-)
-def test_a_mistake_on_one_rank_is_one_line_and_ends_all(corpus, tmp_path, function, status, line):
-    ended = failing(corpus, tmp_path, function)
-    assert ended.status == [status, status], ended.said
-    assert [text for text in ended.said.splitlines() if "error" in text] == [f"functitan: error: {line}"]
-    assert "Traceback" not in ended.said
-
-
-FAULTY = """
-import os, signal, sys, time
-from train import loop
-from train.cli import main
-place, count = loop._placed, iter(range(99))
-def placed(this, rows):
-    if next(count) == 1 and this.ranks.rank == 1:
-        time.sleep(0.5)
-        {fault}
-    return place(this, rows)
-loop._placed = placed
-sys.exit(main(sys.argv[1:]))
-"""
-
-RUN = "import sys; from train.spawn import run_ranks; sys.exit(run_ranks(sys.argv[1:], 2, 60))"
-
-
-def run_faulty(corpus, tmp_path, fault):
-    script = tmp_path / "faulty.py"
-    script.write_text(FAULTY.format(fault=fault))
-    options = args(corpus, tmp_path / "run", "--train.steps", 4, "--mesh.fsdp", 2, "--jit.no-enabled")
-    return subprocess.run(
-        [sys.executable, "-c", RUN, str(script), *options], env=ENV, capture_output=True, text=True, timeout=90
-    )
-
-
-def test_a_bug_on_one_rank_is_the_only_traceback(corpus, tmp_path):
-    done = run_faulty(corpus, tmp_path, "raise ZeroDivisionError('injected')")
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1 and "Connection" not in done.stderr, done.stderr
-    assert "[rank1]: ZeroDivisionError: injected" in done.stderr.splitlines()
-
-
-def test_a_rank_that_is_killed_is_told_by_the_launcher(corpus, tmp_path):
-    done = run_faulty(corpus, tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
-    assert "functitan: error: rank 1 was killed by SIGKILL" in done.stderr, done.stderr
-    assert done.returncode == 128 + signal.SIGKILL
-
-
-def test_a_signal_to_the_launcher_stops_the_ranks_with_a_checkpoint(corpus, tmp_path):
-    fault = "print('ranks', os.getpid(), flush=True); os.kill(os.getppid(), signal.SIGTERM)"
-    done = run_faulty(corpus, tmp_path, fault)
-    assert done.returncode == 128 + signal.SIGTERM, done.stderr
-    stopped = re.search(r"stopped by SIGTERM at step (\d)", done.stdout)
-    assert stopped and (tmp_path / "run" / "checkpoints" / f"step-0000000{stopped[1]}").is_dir()
-    assert "Traceback" not in done.stderr, done.stderr
-    assert not psutil.pid_exists(int(re.search(r"ranks (\d+)", done.stdout)[1]))

@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _dispatch(args)
     except ConfigError as error:
-        # Every rank of a job finds the same problems: one process a machine reports them.
-        if os.environ.get("LOCAL_RANK", "0") == "0":
+        # Every rank of a job mostly finds the same problems: one reports them.
+        if _first_to_say(str(error)):
             _say_problems(error)
         return 2
     except UserError as error:
@@ -76,6 +76,14 @@ def _usage() -> str:
     return "\n".join(["usage: functitan COMMAND [OPTIONS]", "", *lines, "", "functitan COMMAND --help says more."])
 
 
+def _first_to_say(text: str) -> bool:
+    if "WORLD_SIZE" not in os.environ:
+        return True
+    from train.distributed import first_to_say  # which loads torch
+
+    return first_to_say(text)
+
+
 def _say(kind: str, text: str) -> None:
     # A message of several lines (a list of problems) stays one block, each line of it marked.
     for line in text.splitlines():
@@ -106,9 +114,10 @@ def _train(args: list[str]) -> int:
     options.raise_problems(validate(config, devices))
     options.raise_problems(unsupported(config, devices))
     if devices > 1 and ranks is None:
-        from train.spawn import run_ranks
+        from train.spawn import run_ranks, this_program
 
-        return run_ranks(["-m", "train", "train", *_without(args, ("--nproc",))], devices, config.train.timeout_s)
+        command = [*this_program(), "train", *_without(args, ("--nproc",))]
+        return run_ranks(command, devices, config.train.timeout_s)
     from train import loop
     from train.distributed import FailedElsewhere
 

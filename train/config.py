@@ -246,7 +246,7 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
 
 
 RUNNABLE_AXES = ("dp", "fsdp", "tp")
-"""The axes that this version trains over; layouts over the others can be checked and explained."""
+"""The axes that this version trains over. Layouts over the others can be declared and checked, and no more yet."""
 
 
 def unsupported(config: RunConfig, devices: int) -> list[str]:
@@ -326,7 +326,12 @@ def _optim(optim: OptimConfig, steps: int) -> list[str]:
 
 
 def _jit(jit: JitConfig) -> list[str]:
-    return [
+    problems = []
+    if jit.inductor and not jit.enabled:
+        problems.append(
+            "jit.inductor: is on, but jit.enabled is off, which leaves it no graph to compile; change one of them"
+        )
+    return problems + [
         f"jit.passes: unknown pass {name!r}{near(name, passes.PASSES)}"
         for name in jit.passes
         if name not in passes.PASSES
@@ -356,6 +361,9 @@ def _layout(config: RunConfig, devices: int | None) -> list[str]:
     broken = config.model.validate()
     params = {} if broken else llama.declare(config.model)
     found = sharding_specs.check(params, config.rules.rules(), mesh, batch, devices)
+    # Against the devices without the axes that nothing can be trained over yet, lest they be offered as a way out.
+    offered = MeshSpec(**{axis: size for axis, size in mesh.items() if axis in RUNNABLE_AXES or size != 1})
+    found = [*offered.problems(devices), *(problem for problem in found if problem not in mesh.problems(devices))]
     options = {f"mesh/{axis}": f"mesh.{axis}" for axis in AXES}
     options |= {f"rules/{name}": f"rules.{name}" for name in STANDARD_NAMES}
     options |= {"batch/size": "train.batch_size"}

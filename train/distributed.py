@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
 from attrs import field, frozen
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
+from train.checkpoint.ranks import Unreachable
 from train.config_text import ConfigError
 from train.errors import UserError
 from train.hardware import default_device
@@ -26,6 +28,11 @@ from train.options import world_size
 T = TypeVar("T")
 
 _ASK = timedelta(seconds=10)
+"""For an answer of the store."""
+_PATIENCE = timedelta(seconds=5)
+"""That a rank which lost the others waits for word of why. A launcher ends it sooner where a rank was killed."""
+_NCCL_GRACE = timedelta(seconds=60)
+"""NCCL's watchdog aborts the process: the Gloo group, which raises an error that can be told, is to be first."""
 
 
 class FailedElsewhere(Exception):
@@ -40,7 +47,7 @@ class FailedElsewhere(Exception):
 class Ranks:
     """This rank and how it agrees with the others. ``Ranks()`` is a process alone, with which all agreement is trivial.
 
-    Every method but the properties is collective: all ranks call it, in the same order.
+    Every method is collective but for the properties and ``tell``: all ranks call it, in the same order.
 
     Attributes:
         rank: of this process, from 0.
@@ -54,6 +61,7 @@ class Ranks:
     local_size: int = 1
     device: torch.device = field(factory=default_device)
     _group: Any = None
+    _failures: _Failures | None = None
 
     @property
     def is_first(self) -> bool:
@@ -88,29 +96,36 @@ class Ranks:
         """What ``function()`` returns on the first rank, where alone it is called; None on the others.
 
         Raises:
-            UserError: on every rank, where the first one's call raises it.
+            UserError, OSError: on every rank, where the first one's call raises it.
         """
         value = error = None
         if self.is_first:
             try:
                 value = function()
-            except UserError as caught:
+            except (UserError, OSError) as caught:
                 error = caught
         self.raise_any(error)
         return value
 
-    def raise_any(self, error: UserError | None) -> None:
+    def raise_any(self, error: UserError | OSError | None) -> None:
         """Raises on every rank the error of the first rank that has one, if any has."""
         if self.size == 1:
             if error is not None:
                 raise error
             return
         # Not the exceptions themselves: what else they hold may not travel.
-        told = self.gather(None if error is None else (isinstance(error, ConfigError), str(error)))
-        found = next((entry for entry in told if entry is not None), None)
+        found = next((told for told in self.gather(_as_told(error)) if told is not None), None)
         if found is not None:
-            is_config, text = found
-            raise (ConfigError(text.splitlines()) if is_config else UserError(text)) from error
+            kind, *arguments = found
+            raise kind(*arguments) from error
+
+    def tell(self, error: BaseException) -> None:
+        """Lets the other ranks know that this one fails of ``error``, before what it may still do at its end.
+
+        Not collective. :func:`start` does it for what leaves its context.
+        """
+        if self._failures is not None:
+            self._failures.tell(error)
 
     def agree(self, facts: Mapping[str, Any], what: str) -> None:
         """Makes sure that all ranks hold the same facts, by their text.
@@ -141,6 +156,8 @@ def start(timeout_s: int, env: Mapping[str, str] = os.environ) -> Iterator[Ranks
 
     An exception that leaves the context on several ranks comes out of the one that had it first; the others, which
     mostly just lost their connection to that one, get :class:`FailedElsewhere`. So what is printed is the cause, once.
+    Where all that ranks have to tell is that they lost others, killed or hung, one of them gets a UserError with the
+    ranks that were not heard of.
 
     Args:
         timeout_s: seconds that a rank waits for another, here and in every collective.
@@ -160,38 +177,132 @@ def start(timeout_s: int, env: Mapping[str, str] = os.environ) -> Iterator[Ranks
     try:
         store, *_ = next(dist.rendezvous("env://", rank, size, timeout=timeout))
         backend = "gloo" if device.type == "cpu" else "nccl"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
+        limit = timeout if backend == "gloo" else timeout + _NCCL_GRACE
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
         group = dist.new_group(backend="gloo", timeout=timeout)
-    except (dist.DistError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:  # of the store, the backends, and an address that is none
         where = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
         reason = str(error).splitlines()[0]
         raise UserError(f"rank {rank} of {size} could not meet the others at {where}: {reason}") from error
+    # torchrun may start all anew with the same store: each attempt has its own first failure.
+    failures = _Failures(_of_attempt(store, env), rank, size, timeout_s)
     try:
-        yield Ranks(rank, size, local_size, device, group)
+        yield Ranks(rank, size, local_size, device, group, failures)
     except BaseException as error:
-        # torchrun may start all anew with the same store: each attempt has its own first failure.
-        attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0")
-        _fail(error, dist.PrefixStore(f"functitan/{attempt}", store), rank)
+        failures.settle(error)
     # Not after a failure: others may be gone, and to part from them could take until the timeout.
     dist.destroy_process_group()
 
 
-def _fail(error: BaseException, store: dist.Store, rank: int) -> None:
-    """Raises ``error`` if this rank is the first to fail, else FailedElsewhere.
+@frozen(eq=False)
+class _Failures:
+    """What the ranks of a job tell each other about their failures, through the store that they met at."""
 
-    The first one has told the store before its connections close, so that whoever fails of that comes after it.
+    store: dist.Store
+    rank: int
+    size: int
+    timeout_s: int
+
+    def tell(self, error: BaseException) -> tuple[int, int] | None:
+        """The rank that was first to fail of its own, and its exit status; None if this one only lost the others."""
+        status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ConfigError) else 1
+        try:
+            self.store.set_timeout(_ASK)
+            if lost_others(error):
+                self.store.set(f"lost/{self.rank}", "")
+                return None
+            return self._first(status)
+        except dist.DistError:
+            return self.rank, status  # nobody is left to ask: better said twice than not at all
+
+    def settle(self, error: BaseException) -> NoReturn:
+        """Raises ``error`` if this rank is the first to fail, else FailedElsewhere.
+
+        The first one has told the store before its connections close, so that whoever fails of that comes after it.
+
+        Raises:
+            UserError: in place of an ``error`` that only says that others are gone, if none of them has said why.
+        """
+        first = self.tell(error)
+        if first is None:
+            error, first = self._explained(error)
+        if first[0] != self.rank:
+            raise FailedElsewhere(*first) from error
+        if isinstance(error, Exception) and not isinstance(error, (UserError, OSError)):
+            get_error_handler().record_exception(error)  # for torchrun, which shows the cause in its table
+        raise error
+
+    def _explained(self, error: BaseException) -> tuple[BaseException, tuple[int, int]]:
+        """What to say for an error that only tells of a loss, and who is to say something."""
+        silent: list[int] = []
+        try:
+            with contextlib.suppress(dist.DistStoreError):  # the time is over
+                self.store.wait(["failed"], _PATIENCE)
+            silent = [rank for rank in range(self.size) if not self.store.check([f"lost/{rank}"])]
+            first = self._first(1)
+        except dist.DistError:
+            first = self.rank, 1  # as above
+        what = f"{_named(silent)} ended or did not answer" if silent else "the ranks lost each other"
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        reason = re.sub(r"^\[\S+/gloo/\S+\] ", "", reason).partition(". This is typically")[0]
+        explained = UserError(
+            f"{what} within {self.timeout_s} s (--train.timeout-s), as rank {self.rank} found: look for what "
+            f"was printed there last, and at the machine; raise the time if one was only slow ({reason})"
+        )
+        explained.__cause__ = error
+        return explained, first
+
+    def _first(self, status: int) -> tuple[int, int]:
+        rank, status = map(int, self.store.compare_set("failed", "", f"{self.rank} {status}").split())
+        return rank, status
+
+
+def lost_others(error: BaseException) -> bool:
+    """Whether an error says no more than that other ranks are gone or silent, and so has its cause elsewhere."""
+    link: BaseException | None = error
+    while link is not None:
+        # Gloo's errors have no class of their own; they begin with the place in its source.
+        if isinstance(link, (Unreachable, dist.DistBackendError, dist.DistNetworkError)):
+            return True
+        if isinstance(link, RuntimeError) and "/gloo/" in str(link):
+            return True
+        link = link.__cause__
+    return False
+
+
+def first_to_say(text: str, env: Mapping[str, str] = os.environ) -> bool:
+    """Whether this rank is the first of its job with ``text``, and so is the one to print it. Alone: True.
+
+    For what ranks find before they meet, such as a mistake in the options: all of them mostly find the same, but one
+    that finds something else, or is the only one to find anything, must not be silent. Several ranks say the same
+    where they cannot know: torchrun's agent has no store, or it does not answer.
     """
-    status = 130 if isinstance(error, KeyboardInterrupt) else 2 if isinstance(error, ConfigError) else 1
+    if env.get("WORLD_SIZE", "1") == "1" or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return True
     try:
-        store.set_timeout(_ASK)
-        first, status = map(int, store.compare_set("failed", "", f"{rank} {status}").split())
-    except dist.DistError:
-        first = rank  # nobody is left to ask: better said twice than not at all
-    if first != rank:
-        raise FailedElsewhere(first, status) from error
-    if isinstance(error, Exception) and not isinstance(error, UserError):
-        get_error_handler().record_exception(error)  # for torchrun, which shows the cause in its table
-    raise error
+        host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
+        store = _of_attempt(dist.TCPStore(host, port, is_master=False, timeout=_ASK, wait_for_workers=False), env)
+        own = env.get("RANK", "")
+        return store.compare_set(f"said/{text}", "", own).decode() == own
+    except (dist.DistError, KeyError, ValueError):
+        return True
+
+
+def _of_attempt(store: dist.Store, env: Mapping[str, str]) -> dist.Store:
+    return dist.PrefixStore(f"functitan/{env.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _as_told(error: UserError | OSError | None) -> tuple[Any, ...] | None:
+    """A class and its arguments, which make the error anew in another process."""
+    if error is None:
+        return None
+    if isinstance(error, ConfigError):
+        return ConfigError, error.problems
+    if isinstance(error, UserError):
+        return UserError, str(error)
+    if error.errno is None:
+        return OSError, str(error)
+    return OSError, error.errno, error.strerror, error.filename
 
 
 def disagreements(facts: Sequence[Mapping[str, str]]) -> list[str]:

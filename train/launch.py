@@ -35,7 +35,8 @@ def launch_command(
     nodes, processes = job_size(env, nnodes, nproc)
     allocated = _slurm_nodes(env)
     each = ["--nproc-per-node", "gpu" if processes is None else str(processes)]
-    job = ["-m", "train", *config_args]
+    # Not "-m train", which would run a train.py of the working folder.
+    job = ["--no-python", "functitan", "train", *config_args]
     if nodes == 1:
         return shlex.join(["torchrun", "--standalone", *each, *job])
     torchrun = ["torchrun", "--nnodes", str(nodes), *each, *_rendezvous(env, allocated), *job]

@@ -7,6 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import attrs
@@ -37,6 +38,8 @@ from train.step import make_eval_step, make_train_step
 MAX_SKIPPED_IN_A_ROW = 50
 """After so many steps with non-finite gradients, one after the other, a run has diverged and stops."""
 
+LAST_SAVE_S = 30
+"""Seconds that a checkpoint which is being written when a run fails still has to be completed."""
 
 # A failed save is raised, and told once by whoever called run(); the checkpointer's own log would tell it again.
 logging.getLogger("train.checkpoint").addHandler(logging.NullHandler())
@@ -92,8 +95,9 @@ def _run(config: RunConfig, ranks: Ranks) -> int:
         found = checkpoint.latest(folder, notices.append)
         if found is not None:
             notices += ranks.on_first(lambda: compare_config(config)) or []
-        checkpoints = Checkpointer(folder, config.checkpoint.keep, config.checkpoint.asynchronous)
-        stack.callback(checkpoints.close)
+        timeout = timedelta(seconds=config.train.timeout_s)
+        checkpoints = Checkpointer(folder, config.checkpoint.keep, config.checkpoint.asynchronous, timeout)
+        stack.push(lambda kind, error, trace: _part(ranks, checkpoints, error))
         state = _initial_state(parts, config, ranks) if found is None else _load(parts, found, ranks)
         begin = int(state.step)
         writer = ranks.on_first(
@@ -123,6 +127,15 @@ def _run(config: RunConfig, ranks: Ranks) -> int:
             return 128 + stopped_by
         finish(config, ranks, parts, data, this.state, progress.note)
     return 0
+
+
+def _part(ranks: Ranks, checkpoints: Checkpointer, error: BaseException | None) -> None:
+    """Leaves the checkpoints; after an error not before the other ranks know, and within :data:`LAST_SAVE_S`."""
+    if error is None:
+        checkpoints.close()
+    else:
+        ranks.tell(error)
+        checkpoints.abandon(LAST_SAVE_S)
 
 
 def _model_summary(parts: Parts, ranks: Ranks) -> str:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -102,11 +105,6 @@ def world_size(env: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def speaks_for_node(env: Mapping[str, str]) -> bool:
-    """Whether this process is alone or the first of its machine (LOCAL_RANK)."""
-    return env.get("LOCAL_RANK", "0") == "0"
-
-
 def _parse(cls: type[T], args: Sequence[str], prog: str, text: str) -> T:
     """Parses twice where need be: options are laid over a base, and the base is itself named by the arguments.
 
@@ -129,21 +127,35 @@ def _parse(cls: type[T], args: Sequence[str], prog: str, text: str) -> T:
 
 def _tyro(cls: type[T], args: Sequence[str], prog: str, text: str, default: T) -> T:
     table = [f"  {name.ljust(12)} {recipe.summary}" for name, recipe in recipes.RECIPES.items()]
-    # Every rank of a job makes the same mistake: one process a machine reports it.
-    speak = speaks_for_node(os.environ)
     text = "\n".join([text, "", "Recipes:", *table])
     try:
-        return tyro.cli(
-            cls,
-            prog=prog,
-            description=text,
-            args=list(args),
-            default=default,
-            console_outputs=speak,
-            config=(tyro.conf.AvoidSubcommands,),  # a part that the base leaves out (None) is no subcommand
-        )
+        with _said_once() if os.environ.get("WORLD_SIZE", "1") != "1" else contextlib.nullcontext():
+            return tyro.cli(
+                cls,
+                prog=prog,
+                description=text,
+                args=list(args),
+                default=default,
+                config=(tyro.conf.AvoidSubcommands,),  # a part that the base leaves out (None) is no subcommand
+            )
     except UserError as error:  # from the validator of a field
         raise ConfigError([str(error)]) from error
+
+
+@contextlib.contextmanager
+def _said_once() -> Iterator[None]:
+    """What is printed before the process ends, help or a mistake, comes only from the first rank that says it."""
+    from train.distributed import first_to_say  # which builds on this module
+
+    out, errors = io.StringIO(), io.StringIO()
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+            yield
+    except SystemExit:
+        if first_to_say(out.getvalue() + errors.getvalue()):
+            sys.stdout.write(out.getvalue())
+            sys.stderr.write(errors.getvalue())
+        raise
 
 
 def _read(path: Path) -> str:

@@ -13,6 +13,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Sequence
+from pathlib import Path
 
 import psutil
 import torch
@@ -30,7 +31,7 @@ def run_ranks(command: Sequence[str], nproc: int, stop_timeout_s: int) -> int:
     and stop; the status is then 128 + the signal's number. Whatever happens, no rank is left when this returns.
 
     Args:
-        command: what follows the interpreter: ``["-m", "train", "debug"]``.
+        command: what follows the interpreter: ``[*this_program(), "train", "debug"]``.
         nproc: how many ranks.
         stop_timeout_s: seconds that the ranks have to save, after a signal, before they are killed.
 
@@ -74,14 +75,30 @@ def run_ranks(command: Sequence[str], nproc: int, stop_timeout_s: int) -> int:
     return 0
 
 
+def this_program() -> list[str]:
+    """What makes the interpreter run this functitan's command line, whatever the working folder has for a train.py."""
+    root = str(Path(__file__).parents[1])
+    # Only where it is not installed: a folder of packages must not come before the standard library.
+    code = (
+        f"import sys; root = {root!r}; root in sys.path or sys.path.insert(0, root); "
+        "from train.cli import main; sys.exit(main())"
+    )
+    return ["-P", "-c", code]
+
+
 def _told(failures: dict[int, ProcessFailure]) -> int:
     """The exit status of failed ranks; says what a rank cannot say itself: that it was killed."""
-    # A rank that ends by itself has said why, and those that end because of it have taken over its status.
-    own = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
-    if own:
-        return own[0]
-    rank, first = min(failures.items(), key=lambda item: item[1].timestamp)
-    number = -first.exitcode
+    # What comes later is a consequence, or the launcher's own doing. Times are in whole seconds.
+    begin = min(failure.timestamp for failure in failures.values())
+    first = {rank: failure for rank, failure in failures.items() if failure.timestamp <= begin + 1}
+    killed = [rank for rank, failure in first.items() if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM]
+    if not killed:
+        # A rank that ends by itself has said why, and those that end because of it have taken over its status.
+        own = [failure.exitcode for failure in failures.values() if failure.exitcode > 0]
+        if own:
+            return own[0]
+    rank = min(killed or first)
+    number = -first[rank].exitcode
     hint = "; the system does that when memory is short" if number == signal.SIGKILL else ""
     print(f"functitan: error: rank {rank} was killed by {signal.Signals(number).name}{hint}", file=sys.stderr)
     return 128 + number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import shutil
 import tempfile
@@ -133,14 +134,19 @@ class Checkpointer:
             self._write(step, own, size)
             return
         # Not dcp.async_save: it is marked experimental, and its future is done before the checksums and the rename,
-        # whose errors would be lost in a callback. The thread is no daemon, so that the process waits for it at exit.
-        self._thread = threading.Thread(target=self._write_in_background, args=(step, own, size), name="checkpoint")
+        # whose errors would be lost in a callback. The thread is a daemon, so that abandon() can leave it behind;
+        # the process waits for it at its exit otherwise.
+        self._thread = threading.Thread(
+            target=self._write_in_background, args=(step, own, size), name="checkpoint", daemon=True
+        )
+        atexit.register(self._thread.join)
         self._thread.start()
 
     def wait(self) -> None:
         """Returns when no save is under way; raises the error of the last asynchronous one, once."""
         if self._thread is not None:
             self._thread.join()
+            atexit.unregister(self._thread.join)
             self._thread = None
         error, self._error = self._error, None
         if error is not None:
@@ -164,6 +170,18 @@ class Checkpointer:
     def close(self) -> None:
         """As :meth:`wait`; the end of the checkpointer's use."""
         self.wait()
+
+    def abandon(self, seconds: float) -> None:
+        """The end of the checkpointer's use in a run that has failed, in place of :meth:`close`.
+
+        Waits at most so long for a save under way, which is lost if it takes longer, and raises nothing: what the run
+        failed of is to be told, and the save may have failed of the same. No collective.
+        """
+        if self._thread is not None:
+            self._thread.join(seconds)
+            atexit.unregister(self._thread.join)
+            self._thread = None
+        self._error = None
 
     def _write_in_background(self, step: int, own: list[Piece], size: int) -> None:
         try:
