@@ -36,6 +36,8 @@ class TestOutput:
         ):
             assert line in text
         assert "Extrapolated" not in text
+        row = next(line.split() for line in text.splitlines() if line.strip().startswith("gradients"))
+        assert len(row) == 5 and float(row[3]) > 0  # at the peak of all, and at its own
         assert not dist.is_initialized()
 
     def test_as_json_has_the_documented_keys(self, capsys):
@@ -97,6 +99,7 @@ class TestDeepModels:
         assert "Extrapolated from captures of 4, 5, 6 layers" in str(extrapolated)
         assert "capturing 4, 5 and 6 of 16 layers" in capsys.readouterr().err
         whole, _ = explain.explain(config, whole=True)
+        assert "capturing all layers (16), as asked" in capsys.readouterr().err
         assert attrs.evolve(extrapolated, captured_layers=()) == whole
 
     def test_are_captured_whole_where_shallow_ones_say_too_little(self, monkeypatch, capsys):
@@ -105,7 +108,59 @@ class TestDeepModels:
         monkeypatch.setattr(explain, "_shallow", lambda config, rank: 1)
         found, _ = explain.explain(config)
         assert found.captured_layers == ()
-        assert "capturing all 4 layers" in capsys.readouterr().err
+        notes = capsys.readouterr().err.splitlines()
+        assert notes[0].endswith("capturing 1, 2 and 3 of 4 layers") and len(notes) == 2
+        assert "capturing all layers (4), since shallow models say too little: operator " in notes[1]
+
+    def test_take_deeper_captures_where_three_are_not_on_one_line(self, monkeypatch, capsys):
+        """As where each layer casts what the next one gathers: the last of those alike holds another cast."""
+
+        def facts(layers):
+            alike = [("layer", 100 + 10 * i) for i in range(1, layers - 1)]
+            alike[-1] = ("layer", alike[-1][1] + 5)
+            rows = [("first", 100), *alike, ("last", 100 + 10 * layers)]
+            return cost.Facts((100, 0, 0, 0, 0, 0), tuple(
+                cost.Fact(op, None, None, False, None, (live, 0, 0, 0, 0, 0)) for op, live in rows
+            ))  # fmt: skip
+
+        taken = []
+        monkeypatch.setattr(explain, "capture", lambda config, layers: (taken.append(layers) or layers, None))
+        monkeypatch.setattr(cost, "facts_of", lambda captured, plan: facts(captured))
+        config = attrs.evolve(recipes.recipe("llama3-8b"), mesh=MeshConfig())
+        found, last = explain.explain(config)
+        assert taken == [4, 5, 6, 7] and last == 7
+        assert found.captured_layers == (5, 6, 7)
+        assert (found.collectives, found.flops, found.uncounted, found.memory) == facts(32).totals
+        notes = capsys.readouterr().err.splitlines()
+        assert len(notes) == 2 and notes[0].endswith("capturing 4, 5 and 6 of 32 layers")
+        assert "capturing 7 layers too, since the shallower graphs say too little: layer: the memory does" in notes[1]
+
+    def test_of_8b_on_64_ranks_are_not_captured_whole(self, capsys):
+        """The README's command."""
+        assert explain.main(["llama3-8b", "--mesh.fsdp", "8", "--mesh.tp", "8", "--json"]) == 0
+        out, notes = capsys.readouterr()
+        found = json.loads(out)
+        assert len(found["captured_layers"]) == 3 and max(found["captured_layers"]) < 32 == found["layers"]
+        assert "capturing all" not in notes
+        gathers = {(row["phase"], row["count"]) for row in found["collectives"]
+                   if (row["kind"], row["axes"]) == ("all_gather", ["fsdp"])}  # fmt: skip
+        assert {("forward", 32), ("backward", 32)} <= gathers  # one of each layer
+        parts = found["memory"]["parts"], found["memory"]["part_peaks"]
+        assert parts[0]["gradients"] < parts[1]["gradients"]
+        assert parts[1]["parameters"] == sum(row["bytes"] for row in found["params"])
+
+    @pytest.mark.matrix
+    @pytest.mark.parametrize(("size", "whole"), [("llama3-8b", True), ("llama3-70b", False)])
+    def test_of_any_size_on_512_ranks(self, size, whole, capsys):
+        args = [size, "--mesh.fsdp", "64", "--mesh.tp", "8", "--train.batch-size", "64", "--json"]
+        assert explain.main(args) == 0
+        out, notes = capsys.readouterr()
+        found = json.loads(out)
+        assert (found["captured_layers"] == []) == whole
+        reason = "models of 17, 18 and 19, the least, are no less work"
+        assert (f"capturing all layers (32), since shallow models say too little: {reason}" in notes) == whole
+        layers = max(row["count"] for row in found["collectives"] if row["axes"] == ["fsdp"])
+        assert layers == found["layers"]
 
     def test_are_not_extrapolated_from_smaller_stacks_than_the_pass_order_tells_apart(self):
         assert explain.SMALL_NUMEL == order._SCALAR_NUMEL
@@ -114,13 +169,13 @@ class TestDeepModels:
             config = attrs.evolve(big, mesh=MeshConfig(fsdp=ranks // 8, tp=8))
             assert explain._shallow(config, 0) == layers
 
-
     def test_are_captured_whole_where_ranks_share_the_layers_out(self):
         config = attrs.evolve(recipes.recipe("llama3-8b"), mesh=MeshConfig(fsdp=8))
         assert explain._shallow(config, 0) == 4
-        assert explain._shallow(attrs.evolve(config, optim=attrs.evolve(config.optim, name="muon")), 0) is None
-        rules = attrs.evolve(config.rules, layers="fsdp")
-        assert explain._shallow(attrs.evolve(config, rules=rules), 0) is None
+        with pytest.raises(cost.NotRegularError, match="share out Muon's work"):
+            explain._shallow(attrs.evolve(config, optim=attrs.evolve(config.optim, name="muon")), 0)
+        with pytest.raises(cost.NotRegularError, match="rules.layers splits them"):
+            explain._shallow(attrs.evolve(config, rules=attrs.evolve(config.rules, layers="fsdp")), 0)
 
 
 class TestMistakes:
@@ -138,6 +193,7 @@ class TestMistakes:
             (["debug", "--graph", "no/such/folder/step.py"], "--graph: no/such/folder/step.py is no file"),
             (["debug", "--train.batch-size", "6", "--train.accumulation", "4"], "accumulation"),
             (["debug", "--jit.passes", "magic"], "unknown pass 'magic'"),
+            (["debug", "--jit.no-enabled"], "jit.enabled: is false, .*: give --jit.enabled"),
         ],
     )
     def test_are_told_before_anything_is_captured(self, args, message, monkeypatch):

@@ -27,7 +27,7 @@ from train.options import RunOptions
 if TYPE_CHECKING:
     from functitan.compiler.jit import Captured
     from functitan.compiler.plan import Plan
-    from functitan.cost import Explanation
+    from functitan.cost import Explanation, Facts
 
 SHALLOW = 4
 """Layers of the first capture of three, each one layer deeper: fewer have no two layers alike once passes have moved
@@ -90,13 +90,14 @@ def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Expl
     """
     from functitan import cost
 
-    depth, shallow = config.model.n_layers, _shallow(config, rank)
+    reason = "as asked"
     with cost.fake_group(config.mesh.spec().size, rank):
-        if not whole and shallow is not None:
+        if not whole:
             try:
-                return _extrapolated(config, rank, shallow, depth)
+                return _extrapolated(config, rank)
             except cost.NotRegularError as error:
-                _note(f"capturing all {depth} layers, since the shallow graphs say too little: {error}")
+                reason = f"since shallow models say too little: {error}"
+        _note(f"capturing all layers ({config.model.n_layers}), {reason}")
         captured, plan = capture(config)
         return cost.explain(captured, plan, rank=rank), captured
 
@@ -167,6 +168,11 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
     if devices is not None and devices < 1:
         raise ConfigError([f"--devices: is {devices}; give 1 or more"])
     options.raise_problems(validate(config, devices))
+    if not config.jit.enabled:
+        raise ConfigError(
+            ["jit.enabled: is false, but what is explained is the captured step, which is another than the one that "
+             "runs then: give --jit.enabled"]
+        )  # fmt: skip
     mesh = config.mesh.spec()
     free = [axis for axis, size in mesh.items() if size == -1]
     if free and devices is None:
@@ -186,17 +192,27 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
     return attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
 
 
-def _shallow(config: RunConfig, rank: int) -> int | None:
-    """The layers of the shallowest of three captures; None where capturing the model whole is as quick, or layers are
-    split over ranks, by a rule or for Muon's work, so that what a rank does is not linear in their number."""
+def _shallow(config: RunConfig, rank: int) -> int:
+    """The layers of the shallowest of three captures.
+
+    Raises:
+        NotRegularError: capturing the model whole is as quick, or layers are split over ranks, by a rule or for Muon's
+            work, so that what a rank does is not linear in their number.
+    """
+    from functitan import cost
+
     plan, depth = _plan(config), config.model.n_layers
-    if plan.mesh.shards(plan.rules["layers"]) > 1 or (config.optim.name == "muon" and plan.mesh.size > 1):
-        return None
+    if plan.mesh.shards(plan.rules["layers"]) > 1:
+        raise cost.NotRegularError("rules.layers splits them over ranks")
+    if config.optim.name == "muon" and plan.mesh.size > 1:
+        raise cost.NotRegularError("ranks share out Muon's work by layers")
     stacked = [plan.local_shape(path, rank) for path in plan.specs if path.startswith("layers/")]
     smallest = min(math.prod(shape[1:]) for shape in stacked)
     larger = SMALL_NUMEL // smallest + 1 if smallest * depth > SMALL_NUMEL else 1
     layers = max(SHALLOW, larger)
-    return layers if depth > 3 * layers + 3 else None
+    if 3 * layers + 3 >= depth:
+        raise cost.NotRegularError(f"models of {layers}, {layers + 1} and {layers + 2}, the least, are no less work")
+    return layers
 
 
 def _plan(config: RunConfig) -> Plan:
@@ -205,20 +221,47 @@ def _plan(config: RunConfig) -> Plan:
     return build(config, config.mesh.spec().size).plan
 
 
-def _extrapolated(config: RunConfig, rank: int, shallow: int, depth: int) -> tuple[Explanation, Captured]:
+def _extrapolated(config: RunConfig, rank: int) -> tuple[Explanation, Captured]:
+    """From captures of three depths, each one layer deeper: the third must be what the first two predict.
+
+    Where it is not, deeper ones follow, as long as all of them together are less work than the model. A model in
+    bfloat16 needs it whose layers cast what the next one gathers: at ``SHALLOW`` layers too few of them are alike to
+    tell the last one's cast, of the unembedding, from growth (see :mod:`functitan.cost.depth`).
+
+    Raises:
+        NotRegularError: no three depths do.
+    """
     from functitan import cost
 
-    depths = (shallow, shallow + 1, shallow + 2)
-    _note(f"capturing {depths[0]}, {depths[1]} and {depths[2]} of {depth} layers")
-    found = []
-    for layers in depths:
+    depth, shallow = config.model.n_layers, _shallow(config, rank)
+    _note(f"capturing {shallow}, {shallow + 1} and {shallow + 2} of {depth} layers")
+    found: list[Facts] = []
+    layers = shallow - 1
+    while True:
+        layers += 1
         captured, plan = capture(config, layers)
         found.append(cost.facts_of(captured, plan))
-    predicted = cost.extrapolate(found[0], found[1], shallow, 2)
+        if len(found) < 3:
+            continue
+        try:
+            facts = _predicted(found[-3:], layers, depth)
+        except cost.NotRegularError as error:
+            if sum(range(shallow, layers + 2)) >= depth:
+                raise
+            _note(f"capturing {layers + 1} layers too, since the shallower graphs say too little: {error}")
+        else:
+            depths = (layers - 2, layers - 1, layers)
+            return cost.summarize(facts, _plan(config), rank=rank, captured_layers=depths), captured
+
+
+def _predicted(found: Sequence[Facts], deepest: int, depth: int) -> Facts:
+    """The facts of a model of ``depth`` layers from those of three, the last of ``deepest`` layers."""
+    from functitan import cost
+
+    predicted = cost.extrapolate(found[0], found[1], deepest - 2, 2)
     if predicted.totals != found[2].totals:
-        raise cost.NotRegularError(f"{depths[2]} layers cost other than {depths[0]} and {depths[1]} predict")
-    facts = cost.extrapolate(found[1], found[2], shallow + 1, depth - shallow - 1)
-    return cost.summarize(facts, _plan(config), rank=rank, captured_layers=depths), captured
+        raise cost.NotRegularError(f"{deepest} layers cost other than {deepest - 2} and {deepest - 1} predict")
+    return cost.extrapolate(found[1], found[2], deepest - 1, depth - deepest + 1)
 
 
 def _write(path: Path, source: str) -> None:
