@@ -7,6 +7,7 @@ Gloo group of its own: it costs a GPU nothing, and no collective of the model or
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -282,8 +283,8 @@ def first_to_say(text: str, env: Mapping[str, str] = os.environ) -> bool:
     try:
         host, port = env["MASTER_ADDR"], int(env["MASTER_PORT"])
         store = _of_attempt(dist.TCPStore(host, port, is_master=False, timeout=_ASK, wait_for_workers=False), env)
-        own = env.get("RANK", "")
-        return store.compare_set(f"said/{text}", "", own).decode() == own
+        key, own = hashlib.sha256(text.encode()).hexdigest(), env.get("RANK", "")  # a store's keys must be short
+        return store.compare_set(f"said/{key}", "", own).decode() == own
     except (dist.DistError, KeyError, ValueError):
         return True
 
