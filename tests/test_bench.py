@@ -10,9 +10,12 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import CommDebugMode
 
+from functitan.compiler.passes import DEFAULT
 from models.llama import LlamaConfig
 from train.bench import shard, sharded, step
+from train.bench.report import make_console, write_json
 from train.bench.rounds import Figures, Work, measure
 from train.bench.variants import VARIANTS, Setting
 from train.cli import main
@@ -109,12 +112,17 @@ def test_a_variant_without_an_answer_is_given_up_and_leaves_no_process():
 def compare(folder, number):
     """On a rank: the losses of the first steps, by variant, equal among all."""
     cases = [(tied, "float32", name) for tied in (False, True) for name in ("jit", "plain", "fsdp2")]
-    losses = {}
+    cases += [(False, "float32", name) for name in ("jit-regather", "fsdp2+keep")]
+    losses, gathers = {}, {}
     for tied, precision, name in [*cases, (False, "bfloat16", "plain"), (False, "bfloat16", "fsdp2")]:
         setting = Setting(attrs.evolve(TINY, tied_embeddings=tied), 2, 16)
         place = sharded.Rank(number, 2, 1, f"{folder}/{tied} {precision} {name}", 60)
         run = shard.variants(2)[name](setting, precision, place).step
-        mean = torch.tensor([run() for _ in range(3)], dtype=torch.float64)
+        values = [run() for _ in range(3)]
+        with CommDebugMode() as watch:
+            run()
+        gathers[tied, precision, name] = sum(n for op, n in watch.get_comm_counts().items() if "gather" in str(op))
+        mean = torch.tensor(values, dtype=torch.float64)
         dist.all_reduce(mean)  # fsdp2's are of the rank's own rows
         losses[tied, precision, name] = (mean / 2).tolist()
         dist.destroy_process_group()
@@ -124,6 +132,11 @@ def compare(folder, number):
         assert values[2] < values[0]
     assert losses[False, "float32", "plain"] != losses[False, "bfloat16", "plain"]
     assert losses[False, "float32", "plain"] != losses[True, "float32", "plain"]
+    layers = TINY.n_layers
+    # The embedding is gathered for forward alone, the last norm and the unembedding once for both.
+    assert gathers[False, "float32", "fsdp2"] - gathers[False, "float32", "fsdp2+keep"] >= layers
+    assert gathers[False, "float32", "jit"] - gathers[False, "float32", "jit-regather"] >= layers
+    assert gathers[False, "float32", "fsdp2+keep"] >= layers <= gathers[False, "float32", "jit-regather"]
     return work([1.0] * 50)
 
 
@@ -137,18 +150,21 @@ def test_the_command_on_ranks_prints_a_table_and_writes_data(tmp_path, capsys, m
     monkeypatch.setattr(shard, "model_config", lambda name: TINY)
     path = tmp_path / "figures.json"
     options = ["--nproc", "2", "--batch-size", "2", "--seq-len", "16", "--rounds", "2", "--steps", "1"]
-    names = ["jit", "fsdp2", "jit@1"]
+    names = ["jit", "jit-regather", "fsdp2", "fsdp2+keep", "jit@1"]
     assert shard.main([*options, "--threads", "1", "--json", str(path), "--only", *names]) == 0
     data = json.loads(path.read_text())
     assert data["failed"] == {} and data["disagree"] == {} and list(data["figures"]) == names
     losses = {name: figures["first_losses"] for name, figures in data["figures"].items()}
-    assert losses["jit"] == pytest.approx(losses["fsdp2"], rel=1e-4)
+    for name in names[:-1]:
+        assert losses[name] == pytest.approx(losses["fsdp2"], rel=1e-4), name
     assert losses["jit@1"] != pytest.approx(losses["fsdp2"], rel=1e-4)  # half of the batch
     assert data["ratios"]["fsdp2"]["fsdp2"] == [1.0] * 2 and len(data["ratios"]["fsdp2"]["jit"]) == 2
+    assert data["ratios"]["fsdp2+keep"]["fsdp2+keep"] == [1.0] * 2 and "jit-regather" in data["ratios"]["fsdp2+keep"]
     assert data["threads_per_rank"] == 1 and len(data["weak_scaling"]) == 2
     text = " ".join(capsys.readouterr().out.split())
     assert "2 ranks (fsdp=2), 2 x 16 tokens a step and rank, float32, 2 rounds of 1 steps" in text
     assert "weak scaling, 1 -> 2 ranks" in text and "jit over fsdp2: time" in text
+    assert "jit-regather over fsdp2+keep: time" in text
 
 
 def figures_of(seconds, first_losses=(1.0, 0.9, 0.8)):
@@ -174,8 +190,52 @@ def test_what_is_compared_with_what():
     assert shard.disagreements(learnt, "float32") == {}
 
 
+@pytest.mark.parametrize("seconds", [0.0123, 98.7654321])
+def test_the_tables_are_readable_in_120_columns(seconds, capsys):
+    names = list(shard.variants(2, DEFAULT))
+    figures = {name: attrs.evolve(figures_of([seconds] * 5), peak_bytes=2**37, resident_bytes=2**37) for name in names}
+    shard._print(make_console(), shard.ShardBench(), 1, figures, {})
+    options = step.StepBench()
+    step._print(make_console(), options, {name: figures["jit"] for name in VARIANTS}, {})
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 120
+    assert "…" not in text and f"{1e3 * seconds:.1f}" in text
+    assert all(name in text for name in (*names, *VARIANTS))
+
+
+def test_ablation_of_all_runs_every_pass(monkeypatch):
+    measured = {}
+    monkeypatch.setattr(shard, "measure", lambda makers, *args, **options: (measured.update(makers), ({}, {}))[1])
+    monkeypatch.setattr(shard, "model_config", lambda name: TINY)
+    assert shard.main(["--ablate", "all"]) == 1  # nothing was measured
+    for name in DEFAULT:
+        for rank in measured[f"jit-{name}"]:
+            passes = rank.keywords["passes"]
+            assert set(passes) == set(DEFAULT) - {name} and len(passes) == len(DEFAULT) - 1
+    assert shard.ablated(["cse", "all", "cse", "magic"]) == ("cse", *(p for p in DEFAULT if p != "cse"), "magic")
+
+
+@pytest.mark.parametrize("command", [shard, step])
+def test_a_file_that_cannot_be_written_is_refused_before_the_measurement(command, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "measure", None)  # calling it would be a TypeError
+    with pytest.raises(ConfigError, match="there is no folder .*missing"):
+        command.main(["--json", str(tmp_path / "missing" / "figures.json")])
+    with pytest.raises(ConfigError, match="is a folder; give a file"):
+        command.main(["--json", str(tmp_path)])
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    with pytest.raises(ConfigError, match="may not be written"):
+        command.main(["--json", str(tmp_path / "figures.json")])
+
+
+def test_a_disk_that_is_full_when_all_is_measured_is_no_traceback(tmp_path):
+    with pytest.raises(UserError, match="cannot write .*: Is a directory; the figures are in the table above"):
+        write_json(tmp_path, {})
+
+
 def test_variants_and_mistakes_in_the_options():
     assert {"jit", "jit-cse", "plain", "jit+inductor", "fsdp2", "jit@1"} <= shard.variants(2, ["cse"]).keys()
+    assert {"jit-regather", "fsdp2+keep"} <= shard.variants(2).keys()
+    assert "regather" not in shard.variants(2)["jit-regather"].keywords["passes"]
     assert "jit@1" not in shard.variants(1)
     assert "cse" not in shard.variants(2, ["cse"])["jit-cse"].keywords["passes"]
     with pytest.raises(ConfigError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import statistics
@@ -14,8 +15,9 @@ from rich.console import Console
 from models.llama import SIZES
 from train.bench.rounds import MIB
 from train.config_text import near
+from train.errors import UserError
 
-WIDTH = 128
+WIDTH = 120
 """Columns of a table that goes to a log or a file, so that it is not cut."""
 
 
@@ -29,6 +31,27 @@ def option_problems(options: Any, lowest: Mapping[str, int]) -> list[str]:
     if options.model not in SIZES:
         problems.append(f"--model: unknown size {options.model!r}{near(options.model, SIZES)}")
     return problems
+
+
+def json_problems(path: Path | None) -> list[str]:
+    """Why the file of ``--json`` cannot be written, if it cannot: to be known before hours of measuring."""
+    if path is None:
+        return []
+    if path.is_dir():
+        return [f"--json: {path} is a folder; give a file"]
+    if not path.parent.is_dir():
+        return [f"--json: {path}: there is no folder {path.parent}; make it, or give another file"]
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        return [f"--json: {path} may not be written; give another file"]
+    return []
+
+
+def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Raises UserError where it cannot be written."""
+    try:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"--json: cannot write {path}: {error.strerror}; the figures are in the table above") from error
 
 
 def make_console() -> Console:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from functitan.compiler.passes import DEFAULT
-from train.bench.report import cpu_name, make_console, mib, option_problems, spread
+from train.bench.report import cpu_name, json_problems, make_console, mib, option_problems, spread, write_json
 from train.bench.rounds import FIRST_STEPS, Figures, Work, measure
 from train.bench.sharded import Precision, Rank, make_fsdp2, make_functional
 from train.bench.variants import Setting, model_config
@@ -27,9 +26,11 @@ within a round. peak: on the rank that needs most, the state and what a step add
 in allocated memory). start: capture and compilation, to the end of the first step. All ranks of a variant run at once,
 the variants in turn; the others' freed memory is given back meanwhile. All compute the same step of a global batch:
 causal attention without document masks, clipping, AdamW. fsdp2: the module under fully_shard as in torchtitan, its
-AdamW and clipping over all parameters at once; +compile: each layer and the loss compiled; +compile-whole: the model
-and the loss in one."""
-BASE, ONE_RANK = "fsdp2", "jit@1"
+AdamW and clipping over all parameters at once; +keep: what is gathered for forward is kept for backward
+(reshard_after_forward=False), as by jit-regather, jit without that pass. +compile: each layer and the loss compiled;
++compile-whole: the model and the loss in one; the optimizer and clipping are not compiled there (AdamW is the fused
+one), while jit and jit+inductor have them in the step's one graph."""
+BASE, KEEP, NO_REGATHER, ONE_RANK = "fsdp2", "fsdp2+keep", "jit-regather", "jit@1"
 COMPILED = ("fsdp2+compile", "fsdp2+compile-whole")
 """Of these the faster one is what the others are compared with."""
 AGREE = {"float32": 1e-4, "bfloat16": 2e-2}
@@ -57,7 +58,7 @@ class ShardBench:
     steps: int = 5
     """Steps of a variant in a round."""
     ablate: Annotated[tuple[str, ...], tyro.conf.arg(metavar="PASS...")] = ()
-    """Passes to measure the captured step without, one by one; "all" for every pass."""
+    """Passes to measure the captured step without, one by one; "all" for every pass. Without regather always."""
     only: Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME...")] = ()
     """Some of the variants; all by default, and those of --ablate."""
     threads: int | None = None
@@ -70,9 +71,10 @@ class ShardBench:
 
 def variants(nproc: int, ablate: Sequence[str] = ()) -> dict[str, Make]:
     """How to make each variant on a rank, by its name."""
+    # Without regather always: it is what fsdp2+keep does.
     without = {
         f"jit-{name}": functools.partial(make_functional, passes=tuple(p for p in DEFAULT if p != name))
-        for name in ablate
+        for name in dict.fromkeys(["regather", *ablate])
     }
     makers: dict[str, Make] = {
         "jit": make_functional,
@@ -80,6 +82,7 @@ def variants(nproc: int, ablate: Sequence[str] = ()) -> dict[str, Make]:
         "plain": functools.partial(make_functional, captured=False),
         "jit+inductor": functools.partial(make_functional, inductor=True),
         BASE: make_fsdp2,
+        KEEP: functools.partial(make_fsdp2, reshard=False),
         COMPILED[0]: functools.partial(make_fsdp2, compiled="blocks"),
         COMPILED[1]: functools.partial(make_fsdp2, compiled="whole"),
     }
@@ -90,7 +93,7 @@ def variants(nproc: int, ablate: Sequence[str] = ()) -> dict[str, Make]:
 
 def main(args: Sequence[str]) -> int:
     options = tyro.cli(ShardBench, prog="functitan bench shard", description=__doc__, args=list(args))
-    ablate = DEFAULT if "all" in options.ablate else tuple(dict.fromkeys(options.ablate))
+    ablate = ablated(options.ablate)
     _check(options, ablate)
     makers = variants(options.nproc, ablate)
     makers = {name: make for name, make in makers.items() if not options.only or name in options.only}
@@ -113,8 +116,7 @@ def main(args: Sequence[str]) -> int:
         )
     _print(console, options, threads, figures, failed)
     if options.json is not None:
-        data = _as_data(options, threads, figures, failed)
-        options.json.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, _as_data(options, threads, figures, failed))
     return 0 if figures else 1
 
 
@@ -128,8 +130,14 @@ def _check(options: ShardBench, ablate: Sequence[str]) -> None:
     problems += [f"--ablate: unknown pass {name!r}{near(name, ('all', *DEFAULT))}" for name in unknown]
     known = variants(options.nproc, ablate)
     problems += [f"--only: unknown variant {name!r}{near(name, known)}" for name in options.only if name not in known]
+    problems += json_problems(options.json)
     if problems:
         raise ConfigError(problems)
+
+
+def ablated(names: Sequence[str]) -> tuple[str, ...]:
+    """The passes that ``--ablate`` names, each once, "all" standing for every pass."""
+    return tuple(dict.fromkeys(name for given in names for name in (DEFAULT if given == "all" else (given,))))
 
 
 def faster(figures: dict[str, Figures]) -> str | None:
@@ -169,7 +177,7 @@ def _print(
     console.print(_table(figures, compiled))
     if compiled is not None:
         console.print(f"compiled: {compiled}, the fastest of {', '.join(c for c in COMPILED if c in figures)}")
-    for mine, other in (("jit", BASE), ("jit+inductor", compiled)):
+    for mine, other in (("jit", BASE), (NO_REGATHER, KEEP), ("jit+inductor", compiled)):
         if mine in figures and other in figures:
             time = " ".join(spread(figures[mine].ratios(figures[other]), ".2f"))
             memory = _ratio(figures[mine].peak_bytes, figures[other].peak_bytes)
@@ -195,15 +203,15 @@ def _table(figures: dict[str, Figures], compiled: str | None) -> Table:
     bases = {BASE: figures.get(BASE), "compiled": figures.get(compiled) if compiled else None}
     table = Table(padding=(0, 0))
     table.add_column("variant", no_wrap=True)
-    span, over = "(min, max)", [f"over\n{name}" for name in bases]
-    for title in ("ms/step", span, over[0], span, over[1], span, "peak\nMiB", *over, "start\ns", "loss"):
+    over = [f"over\n{name}" for name in bases]
+    for title in ("ms/step", "(min, max)", *over, "peak\nMiB", *over, "start\ns", "loss"):
         table.add_column(title, justify="right", no_wrap=True)
     for name, f in figures.items():
-        ratios = [spread(f.ratios(base), ".2f") if base else ("n/a", "") for base in bases.values()]
+        ratios = [spread(f.ratios(base), ".2f")[0] if base else "n/a" for base in bases.values()]
         table.add_row(
             name,
             *spread([1e3 * s for s in f.seconds], ".1f"),
-            *(text for pair in ratios for text in pair),
+            *ratios,
             mib(f.peak_bytes),
             *(_ratio(f.peak_bytes, base.peak_bytes if base else None) for base in bases.values()),
             f"{f.start_seconds:.1f}",
@@ -228,7 +236,7 @@ def _as_data(options: ShardBench, threads: int, figures: dict[str, Figures], fai
         "compiled_base": compiled,
         "ratios": {
             base: {name: f.ratios(figures[base]) for name, f in figures.items()}
-            for base in (BASE, compiled)
+            for base in (BASE, KEEP, compiled)
             if base in figures
         },
         "weak_scaling": (figures[ONE_RANK].ratios(figures["jit"]) if {"jit", ONE_RANK} <= figures.keys() else None),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import attrs
 import torch
@@ -19,12 +19,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import functitan as ft
-from functitan import random, tree
+from functitan import random
 from functitan.compiler.passes import DEFAULT
 from models import llama
 from train.bench.module import Llama, from_params
 from train.bench.rounds import Work
-from train.bench.variants import B1, B2, CLIP, WEIGHT_DECAY, Setting, make_adamw, need_compiler
+from train.bench.variants import B1, B2, CLIP, WEIGHT_DECAY, Setting, held_bytes, make_adamw, need_compiler
 from train.build import build
 from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
 from train.hardware import default_device
@@ -83,14 +83,18 @@ def make_functional(
             held[0], metrics = step(held[0], batch)
         return metrics["loss"].item()
 
-    return Work(run, _bytes(held[0]), device.type)
+    return Work(run, held_bytes(held[0]), device.type)
 
 
-def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: Compiled = "no") -> Work:
+def make_fsdp2(
+    setting: Setting, precision: Precision, rank: Rank, *, compiled: Compiled = "no", reshard: bool = True
+) -> Work:
     """The module of :mod:`train.bench.module` under ``fully_shard``, as torchtitan trains its own.
 
     Args:
         compiled: "blocks": every layer, and the loss, as torchtitan does; "whole": model and loss in one.
+        reshard: ``reshard_after_forward`` of the embedding and the layers. False: what is gathered for forward is kept
+            for backward, quicker and larger.
     """
     if compiled != "no":
         need_compiler()
@@ -104,7 +108,7 @@ def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: 
     if compiled == "blocks":
         for layer in model.layers:
             layer.compile(fullgraph=True)
-    _shard(model, mesh, precision, setting.model.tied_embeddings)
+    _shard(model, mesh, precision, setting.model.tied_embeddings, reshard)
     optimizer = make_adamw(model, LEARNING_RATE)
     tokens, labels = _rows(setting, rank, device)
     token_losses = torch.compile(_mean_loss) if compiled == "blocks" else _mean_loss
@@ -122,7 +126,7 @@ def make_fsdp2(setting: Setting, precision: Precision, rank: Rank, *, compiled: 
         optimizer.zero_grad()
         return loss.item()  # of this rank's rows: what all ranks' is, no step has to know
 
-    return Work(run, 3 * _bytes(list(model.parameters())), device.type)
+    return Work(run, 3 * held_bytes(list(model.parameters())), device.type)
 
 
 def _config(setting: Setting, precision: Precision, size: int) -> RunConfig:
@@ -137,16 +141,16 @@ def _config(setting: Setting, precision: Precision, size: int) -> RunConfig:
     )  # fmt: skip
 
 
-def _shard(model: Llama, mesh: DeviceMesh, precision: Precision, tied: bool) -> None:
+def _shard(model: Llama, mesh: DeviceMesh, precision: Precision, tied: bool, reshard: bool) -> None:
     """``fully_shard`` as in torchtitan (models/llama3/infra/parallelize.py, apply_fsdp)."""
     policy = MixedPrecisionPolicy()
     if precision == "bfloat16":
         # The angles are no activations: they stay float32.
         policy = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)
     if not tied:
-        fully_shard(model.embed, mesh=mesh, mp_policy=policy)
+        fully_shard(model.embed, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
     if not tied:
         # Backward begins with them, so they are kept from forward.
         fully_shard([model.norm, model.unembed], mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -189,9 +193,3 @@ def _rows(setting: Setting, rank: Rank, device: torch.device) -> tuple[Tensor, T
     text = random.randint(key, (B * rank.size, S + 1), 0, setting.model.vocab_size).to(torch.int64)
     rows = text[rank.rank * B : (rank.rank + 1) * B]
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
-
-
-def _bytes(values: Any) -> int:
-    """Of what this rank holds."""
-    local = [x.to_local() if isinstance(x, DTensor) else x for x in tree.leaves(values)]
-    return sum(x.numel() * x.element_size() for x in local)

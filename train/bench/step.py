@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
@@ -14,7 +13,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from train.bench.report import cpu_name, make_console, mib, option_problems, spread
+from train.bench.report import cpu_name, json_problems, make_console, mib, option_problems, spread, write_json
 from train.bench.rounds import Figures, measure
 from train.bench.variants import VARIANTS, Setting, model_config
 from train.config_text import ConfigError, near
@@ -61,7 +60,7 @@ def main(args: Sequence[str]) -> int:
         )  # fmt: skip
     _print(console, options, figures, failed)
     if options.json is not None:
-        options.json.write_text(json.dumps(_as_data(options, figures, failed), indent=2) + "\n", encoding="utf-8")
+        write_json(options.json, _as_data(options, figures, failed))
     return 0 if figures else 1
 
 
@@ -69,6 +68,7 @@ def _check(options: StepBench) -> None:
     problems = option_problems(options, {"batch_size": 1, "seq_len": 1, "rounds": 5, "steps": 1})
     unknown = [name for name in options.only if name not in VARIANTS]
     problems += [f"--only: unknown variant {name!r}{near(name, VARIANTS)}" for name in unknown]
+    problems += json_problems(options.json)
     if problems:
         raise ConfigError(problems)
 

@@ -11,6 +11,7 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 import functitan as ft
 from functitan import optim, random, tree
@@ -74,7 +75,7 @@ def make_jax(setting: Setting) -> Work:
     from train.bench import jax_llama
 
     params, tokens, labels = _start(setting)
-    state_bytes = 3 * _bytes(params)
+    state_bytes = 3 * held_bytes(params)
     mask = jax.tree.map(bool, optim.decay_mask(llama.declare(setting.model)))
     optimizer = optax.chain(
         optax.clip_by_global_norm(CLIP), optax.adamw(LEARNING_RATE, B1, B2, weight_decay=WEIGHT_DECAY, mask=mask)
@@ -136,7 +137,7 @@ def _functional(setting: Setting) -> tuple[Callable, ft.TrainState, dict[str, Te
 
 def _work(step: Callable, state: ft.TrainState, batch: dict[str, Tensor]) -> Work:
     held = [state]
-    state_bytes = _bytes(state)
+    state_bytes = held_bytes(state)
     del state
 
     def run() -> float:
@@ -164,7 +165,7 @@ def _module(setting: Setting, compiled: Callable) -> Work:
         optimizer.zero_grad()
         return loss.item()
 
-    return Work(run, 3 * _bytes(list(model.parameters())))
+    return Work(run, 3 * held_bytes(list(model.parameters())))
 
 
 def _start(setting: Setting) -> tuple[Any, Tensor, Tensor]:
@@ -175,8 +176,9 @@ def _start(setting: Setting) -> tuple[Any, Tensor, Tensor]:
     return params, text[:, :-1].contiguous(), text[:, 1:].contiguous()
 
 
-def _bytes(values: Any) -> int:
-    return sum(x.numel() * x.element_size() for x in tree.leaves(values))
+def held_bytes(values: Any) -> int:
+    """Of a tree of tensors, what this rank holds."""
+    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tree.leaves(values))
 
 
 def need_compiler() -> None:
