@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import os
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from importlib import metadata
@@ -30,8 +31,8 @@ T = TypeVar("T")
 
 _ASK = timedelta(seconds=10)
 """For an answer of the store."""
-_PATIENCE = timedelta(seconds=5)
-"""That a rank which lost the others waits for word of why. A launcher ends it sooner where a rank was killed."""
+_PATIENCE_S = 5
+"""Seconds that a rank which lost the others waits for word of why; its launcher may end it sooner."""
 _NCCL_GRACE = timedelta(seconds=60)
 """NCCL's watchdog aborts the process: the Gloo group, which raises an error that can be told, is to be first."""
 
@@ -183,7 +184,7 @@ def start(timeout_s: int, env: Mapping[str, str] = os.environ) -> Iterator[Ranks
         group = dist.new_group(backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:  # of the store, the backends, and an address that is none
         where = f"{env.get('MASTER_ADDR')}:{env.get('MASTER_PORT')}"
-        reason = str(error).splitlines()[0]
+        reason = _reason(error)
         raise UserError(f"rank {rank} of {size} could not meet the others at {where}: {reason}") from error
     # torchrun may start all anew with the same store: each attempt has its own first failure.
     failures = _Failures(_of_attempt(store, env), rank, size, timeout_s)
@@ -237,18 +238,18 @@ class _Failures:
         """What to say for an error that only tells of a loss, and who is to say something."""
         silent: list[int] = []
         try:
-            with contextlib.suppress(dist.DistStoreError):  # the time is over
-                self.store.wait(["failed"], _PATIENCE)
+            # Not store.wait(), which logs several lines when the time is over.
+            end = time.monotonic() + _PATIENCE_S
+            while time.monotonic() < end and not self.store.check(["failed"]):
+                time.sleep(0.1)
             silent = [rank for rank in range(self.size) if not self.store.check([f"lost/{rank}"])]
             first = self._first(1)
         except dist.DistError:
             first = self.rank, 1  # as above
         what = f"{_named(silent)} ended or did not answer" if silent else "the ranks lost each other"
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
-        reason = re.sub(r"^\[\S+/gloo/\S+\] ", "", reason).partition(". This is typically")[0]
         explained = UserError(
             f"{what} within {self.timeout_s} s (--train.timeout-s), as rank {self.rank} found: look for what "
-            f"was printed there last, and at the machine; raise the time if one was only slow ({reason})"
+            f"was printed there last, and at the machine; raise the time if one was only slow ({_reason(error)})"
         )
         explained.__cause__ = error
         return explained, first
@@ -269,6 +270,12 @@ def lost_others(error: BaseException) -> bool:
             return True
         link = link.__cause__
     return False
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of a backend's error, without the place in its source and its general advice."""
+    line = next(iter(str(error).strip().splitlines()), type(error).__name__)
+    return re.sub(r"^\[\S+/gloo/\S+\] ", "", line).partition(". This is typically")[0]
 
 
 def first_to_say(text: str, env: Mapping[str, str] = os.environ) -> bool:
