@@ -62,7 +62,7 @@ def main(args: Sequence[str]) -> int:
         SystemExit: from tyro.
     """
     text = "Print what a run costs each rank: layout, collectives, operations, memory. Needs no GPU and runs nothing."
-    parsed = options._parse(ExplainOptions, args, "functitan explain", text)
+    parsed = options.parse(ExplainOptions, args, "functitan explain", text)
     config = _checked(parsed)
     explanation, captured = explain(config, parsed.rank, whole=parsed.graph is not None)
     if parsed.graph is not None:

@@ -71,18 +71,18 @@ def parse_train(args: Sequence[str]) -> TrainOptions:
         ConfigError: a file that cannot be read or holds no configuration, a recipe beside a file, an illegal value.
         SystemExit: from tyro, after help (status 0) or an option or value that it refuses (status 2).
     """
-    return _parse(TrainOptions, args, "functitan train", "Train a language model. Run the same command again to go on.")
+    return parse(TrainOptions, args, "functitan train", "Train a language model. Run the same command again to go on.")
 
 
 def parse_check(args: Sequence[str]) -> CheckOptions:
     """As :func:`parse_train`, for ``functitan check``."""
-    return _parse(CheckOptions, args, "functitan check", "Say everything that is wrong with a run. Runs nothing.")
+    return parse(CheckOptions, args, "functitan check", "Say everything that is wrong with a run. Runs nothing.")
 
 
 def parse_launch(args: Sequence[str]) -> LaunchOptions:
     """As :func:`parse_train`, for ``functitan launch``."""
     text = "Print the line that starts a run on every device of this machine or Slurm allocation. Starts nothing."
-    return _parse(LaunchOptions, args, "functitan launch", text)
+    return parse(LaunchOptions, args, "functitan launch", text)
 
 
 def raise_problems(problems: Sequence[str]) -> None:
@@ -105,11 +105,16 @@ def world_size(env: Mapping[str, str]) -> int | None:
     return int(text)
 
 
-def _parse(cls: type[T], args: Sequence[str], prog: str, text: str) -> T:
-    """Parses twice where need be: options are laid over a base, and the base is itself named by the arguments.
+def parse(cls: type[T], args: Sequence[str], prog: str, text: str) -> T:
+    """The options of a command whose class has a field ``job``, a :class:`RunOptions`, or is that.
 
-    A first word that is no option is the recipe, so that ``functitan train small --help`` shows that one's values.
-    Where tyro then reads another base (``--config``, a recipe after the options), its answer decides.
+    Parses twice where need be: options are laid over a base, and the base is itself named by the arguments. A first
+    word that is no option is the recipe, so that ``functitan train small --help`` shows that one's values. Where tyro
+    then reads another base (``--config``, a recipe after the options), its answer decides.
+
+    Raises:
+        ConfigError: as :func:`parse_train`.
+        SystemExit: from tyro, after help (status 0) or an option or value that it refuses (status 2).
     """
     recipe = args[0] if args and not args[0].startswith("-") else recipes.DEFAULT
     options = _tyro(cls, args, prog, text, cls(RunOptions(recipes.recipe(recipe), recipe)))
