@@ -19,7 +19,7 @@ from torch import Tensor
 
 from functitan import tree
 from functitan._torch import inside_transform, is_distributed, marked
-from functitan.sharding.layout import completed, laid_out_as
+from functitan.sharding.layout import check_names, completed, laid_out_as
 from functitan.sharding.layout import current as current_layout
 
 _nesting = threading.local()
@@ -247,14 +247,14 @@ def scan(f: Callable, init: Any, xs: Any = None, length: int | None = None, reve
 
 
 def constrain(x: Tensor, names: Sequence[str | None]) -> Tensor:
-    """Declares what the dims of ``x`` mean, so that the rules of a plan lay it out; identity without a mesh.
+    """Declares what the dims of ``x`` mean, so that the rules of a plan lay it out; without a mesh, ``x`` itself.
 
     Args:
         x: any tensor of the model.
         names: one logical name (``"batch"``, ``"seq"``, ``"mlp"``, …) or None for each dim of ``x``.
 
     Raises:
-        ValueError: not one name for each dim.
+        ValueError: not one name for each dim, or, where a plan is in force, a name without a rule.
     """
     if len(names) != x.ndim:
         raise ValueError(
@@ -263,6 +263,7 @@ def constrain(x: Tensor, names: Sequence[str | None]) -> Tensor:
         )
     layout = current_layout()
     if layout is None or not is_distributed(x):
+        check_names(names)
         return x
     from functitan.sharding.move import redistribute
 

@@ -161,7 +161,7 @@ def _unused_rules(params: list, rules: Rules, activations: Collection[str]) -> l
             f"no parameter has a dim named {name!r}",
             "names",
             sorted(names),
-            did_you_mean(name, known) or "take the rule out, or list the name in `activations`",
+            f"{did_you_mean(name, known) or 'take the rule out,'} or list the name in `activations`, if they have it",
         )
         for name in rules
         if name not in known

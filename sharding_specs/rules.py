@@ -146,7 +146,10 @@ class Rules:
         if name is None or (name not in self and self.replicates_parameters):
             return None
         if name not in self:
-            raise ValueError(self._no_rule(name))
+            raise ValueError(
+                f"{self._no_rule(name)} or add the rule {name}=None to leave that dim whole (and, where activations "
+                f"alone have it, compile_specs(…, activations=({name!r},)))"
+            )
         return self[name]
 
     def _no_rule(self, name: str) -> str:

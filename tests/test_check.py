@@ -88,7 +88,7 @@ class TestCases:
         problems = check(params, Rules(embed="fsdp", ffn="tp", ffn_out="tp"), MeshSpec(fsdp=2, tp=2))
         found = {(problem.path, problem.hint) for problem in problems}
         assert found == {
-            ("rules/ffn_out", "did you mean 'ffn_in' or 'ffn'?"),
+            ("rules/ffn_out", "did you mean 'ffn_in' or 'ffn'? or list the name in `activations`, if they have it"),
             ("up", "did you mean 'ffn' or 'ffn_out'?"),
             ("down", "did you mean 'embed'?"),
         }

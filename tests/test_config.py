@@ -430,10 +430,9 @@ def test_ranks_do_not_start_ranks(monkeypatch, capsys):
 def test_check_says_what_would_run_and_what_train_refuses(capsys):
     assert status("check", "--mesh.fsdp", "-1", "--mesh.tp", "2", "--devices", "4") == 0
     assert capsys.readouterr() == ("no problems found; it needs 4 ranks\n", "")
-    assert status("check", "--mesh.cp", "2") == 0
+    assert status("check", "--mesh.cp", "2") == 2
     said = capsys.readouterr()
-    assert said.out == "no problems found; it needs 2 ranks\n"
-    assert said.err.startswith("functitan: warning: train refuses it: mesh.cp: is 2")
+    assert said.out == "" and said.err.startswith("functitan: error: train refuses it: mesh.cp: is 2")
 
 
 @pytest.fixture

@@ -77,6 +77,8 @@ def refusals(rank):
     uneven = ft.jit(parts(Case({"fsdp": 2}, accumulation=3))[2], plan)
     with pytest.raises(ValueError, match="a batch of 16 rows .8 on this rank. does not divide into accumulation=3"):
         uneven(state, ft.shard_batch(plan, rows))
+    with pytest.raises(ValueError, match="same number of rows, its first dim; they have {'x': 4, 'y': 3}"):
+        ft.shard_batch(plan, {"x": torch.ones(4, 2), "y": torch.ones(3)})
     same = ft.replicate(plan, {"x": torch.arange(3)})["x"]
     assert same.placements == (Replicate(),) and same.full_tensor().tolist() == [0, 1, 2]
 
@@ -158,6 +160,14 @@ def layouts_in_memory(rank):
 
 def test_any_layout_in_memory_will_do(pool):
     pool.run(layouts_in_memory)
+
+
+def test_names_of_activations_are_checked_on_one_device_too():
+    plan = plan_of(MeshSpec())
+    for run in (ft.jit(lambda x: ft.constrain(x, ("batch", "mpl")), plan), lambda x: ft.constrain(x, ("batch", "mpl"))):
+        with ft.use_plan(plan), pytest.raises(ValueError, match="'mpl'; did you mean 'mlp'. or add"):
+            run(torch.ones(2, 2))
+    assert ft.constrain(torch.ones(2, 2), ("batch", "mpl")).shape == (2, 2)
 
 
 def two_waits(rank):

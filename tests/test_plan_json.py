@@ -45,6 +45,7 @@ def test_the_text_has_a_parameter_a_line():
         '  "mesh": {"fsdp": 2, "tp": 2},',
         '  "rules": {"batch": ["dp", "fsdp"], "embed": ["fsdp", "tp"], "seq": "cp"},',
         '  "uneven": [],',
+        '  "precision": {"compute": null, "reduce": null, "output": null},',
         '  "params": {',
         '    "a": null,',
         '    "b": [',
@@ -212,7 +213,7 @@ def test_a_plan_that_was_changed_is_checked_again():
         ('{"mesh": {}, "mesh": {}}', "no readable JSON: the key 'mesh' is there twice"),
         ('{"mesh": NaN}', "no readable JSON: NaN is no JSON"),
         ("[]", r"the plan: is \[\], not an object"),
-        ("{}", "the plan: lacks functitan_plan, mesh, rules, uneven, params"),
+        ("{}", "the plan: lacks functitan_plan, mesh, rules, uneven, precision, params"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

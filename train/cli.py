@@ -142,9 +142,10 @@ def _check(args: list[str]) -> int:
     mesh = config.mesh.spec()
     if devices is None and -1 not in mesh.sizes:
         devices = mesh.size
+    refused = unsupported(config, devices) if devices is not None else []
+    if refused:
+        raise ConfigError([f"train refuses it: {problem}" for problem in refused])
     print("no problems found" + (f"; it needs {devices} ranks" if devices is not None and devices > 1 else ""))
-    for problem in unsupported(config, devices) if devices is not None else ():
-        _say("warning", f"train refuses it: {problem}")
     return 0
 
 

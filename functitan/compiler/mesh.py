@@ -34,7 +34,8 @@ def device_mesh(mesh: MeshSpec, device_type: str | None = None) -> DeviceMesh:
     if not (dist.is_available() and dist.is_initialized()):
         raise RuntimeError(
             f"{mesh} needs {mesh.size} ranks, and there is no process group: start the program with "
-            f"`torchrun --nproc-per-node {mesh.size} …` and call torch.distributed.init_process_group() first"
+            f"`torchrun --nproc-per-node {mesh.size} …` and call torch.distributed.init_process_group() first; to look "
+            f"at shapes and graphs without ranks, work inside functitan.cost.fake_group({mesh.size})"
         )
     if dist.get_world_size() != mesh.size:
         raise RuntimeError(

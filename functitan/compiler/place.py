@@ -106,11 +106,19 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
     Args:
         plan: says how a batch is split: ``plan.batch_spec``.
-        rows: arrays [batch, seq] of this rank: its rows of the global batch (the same on ranks that share them).
+        rows: arrays [batch, …] of this rank, such as tokens [batch, seq], labels [batch] or features
+            [batch, seq, embed]: its rows of the global batch (the same on ranks that share them). On the meta device
+            they stand for a batch without values. The first dim is split as the batch is, others are whole.
 
     Returns:
         DTensors of the global batch; on one device, ``rows`` as they are.
+
+    Raises:
+        ValueError: the arrays have not the same number of rows.
     """
+    counts = {name: x.shape[0] if x.ndim else None for name, x in rows.items()}
+    if len(set(counts.values())) > 1 or None in counts.values():
+        raise ValueError(f"shard_batch: every array needs the same number of rows, its first dim; they have {counts}")
     if plan.mesh.size == 1:
         return dict(rows)
     from functitan.sharding.move import from_local
@@ -132,7 +140,9 @@ def replicate(plan: Plan, x: Any) -> Any:
 
 
 def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: int) -> dict[str, Tensor]:
-    """A batch without values, on the meta device: int64 [batch, seq] under each name, laid out by `shard_batch`.
+    """A batch of token arrays without values, on the meta device: int64 [batch, seq] under each name.
+
+    Of other arrays: :func:`shard_batch` of what ``torch.empty(…, device="meta")`` makes of this rank's rows.
 
     Raises:
         ValueError: the batch does not divide over the ranks that split it.

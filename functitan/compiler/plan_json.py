@@ -1,7 +1,7 @@
 """A Plan as JSON text and back: data alone, so reading it runs no code.
 
     {
-      "functitan_plan": 2,
+      "functitan_plan": 1,
       "mesh": {"fsdp": 2, "tp": 2},
       "rules": {"batch": ["dp", "fsdp"], "embed": "fsdp", "mlp": "tp", "seq": "cp"},
       "uneven": [],
@@ -30,7 +30,7 @@ from functitan.precision import Precision
 from sharding_specs import MeshSpec, Param, Rules
 from sharding_specs.problem import did_you_mean
 
-VERSION = 2
+VERSION = 1
 """Of the text: raised whenever what is written changes."""
 
 _VERSION_KEY = "functitan_plan"

@@ -50,18 +50,33 @@ def current() -> Layout | None:
     return getattr(_state, "layout", None)
 
 
+def check_names(names: Sequence[str | None]) -> None:
+    """Raises ValueError where the plan of one device in force has no rule for a name, as a larger mesh would."""
+    rules = getattr(_state, "rules", None)
+    if rules is not None:
+        rules.spec(names)
+
+
 @contextmanager
 def use_plan(plan: Plan | None) -> Iterator[None]:
     """Within it, on this thread, ``constrain`` and the operators lay DTensors out as the plan says.
 
     :func:`functitan.jit` does it by itself for the plan that it is given; this is for running a function on a mesh as
-    it is written. Plain tensors inside count as replicated. With None, or a plan of one device, it does nothing.
+    it is written. Plain tensors inside count as replicated. With a plan of one device, ``constrain`` checks that its
+    names have rules, and nothing else is done; with None nothing is.
 
     Raises:
         RuntimeError: there is no process group of the mesh's size.
     """
-    if plan is None or plan.mesh.size == 1:
+    if plan is None:
         yield
+        return
+    if plan.mesh.size == 1:
+        rules, _state.rules = getattr(_state, "rules", None), plan.rules
+        try:
+            yield
+        finally:
+            _state.rules = rules
         return
     from functitan.compiler.mesh import device_mesh
 
