@@ -415,7 +415,7 @@ def test_ranks_that_captured_different_steps_say_where(pool):
     texts = pool(2).run(disagree)
     assert texts[0] == texts[1]
     assert (
-        "jit(total): the ranks captured different steps: collective 2 of rank 0 is nothing, of rank 1 "
+        "jit(total): the ranks captured different steps: rank 0 has nothing, rank 1 has collective "
         "all_gather_into_tensor of float32"
     ) in texts[0]
 

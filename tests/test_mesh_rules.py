@@ -77,7 +77,7 @@ def refusals(rank):
     uneven = ft.jit(parts(Case({"fsdp": 2}, accumulation=3))[2], plan)
     with pytest.raises(ValueError, match="a batch of 16 rows .8 on this rank. does not divide into accumulation=3"):
         uneven(state, ft.shard_batch(plan, rows))
-    with pytest.raises(ValueError, match="same number of rows, its first dim; they have {'x': 4, 'y': 3}"):
+    with pytest.raises(ValueError, match="same number of rows, .* they have {'x': 4, 'y': 3}"):
         ft.shard_batch(plan, {"x": torch.ones(4, 2), "y": torch.ones(3)})
     same = ft.replicate(plan, {"x": torch.arange(3)})["x"]
     assert same.placements == (Replicate(),) and same.full_tensor().tolist() == [0, 1, 2]
@@ -160,6 +160,45 @@ def layouts_in_memory(rank):
 
 def test_any_layout_in_memory_will_do(pool):
     pool.run(layouts_in_memory)
+
+
+def torchs_own_operators(rank):
+    plan = plan_of(MeshSpec(tp=2))
+    mesh = ft.device_mesh(plan.mesh)
+    whole = torch.arange(24.0).reshape(2, 3, 4)
+    x = from_local(whole[..., 2 * rank : 2 * rank + 2].contiguous(), mesh, [Shard(2)], whole.shape)
+    table = from_local(whole[0, :, 2 * rank : 2 * rank + 2].contiguous(), mesh, [Shard(1)], (3, 4))
+    with ft.use_plan(plan):
+        for run in (lambda x: x.cumsum(-1), lambda x: torch.cumprod(x, dim=-1), lambda x: x.logcumsumexp(-1)):
+            torch.testing.assert_close(run(x).full_tensor(), run(whole))
+        ids = torch.tensor([2, 0])
+        assert torch.equal(torch.nn.functional.embedding(ids, table).full_tensor(), whole[0][ids])
+        with pytest.raises(NotImplementedError, match="conv1d over a mesh: an operand is split along dim 2"):
+            torch.nn.functional.conv1d(x, torch.ones(1, 3, 2))
+        with pytest.raises(NotImplementedError, match="use functitan.nn.attention"):
+            torch.nn.functional.scaled_dot_product_attention(x, x, x)
+
+
+def test_what_dtensor_gets_wrong_is_put_right_or_refused(pool):
+    pool.run(torchs_own_operators)
+
+
+def ranks_that_differ(rank):
+    plan = plan_of()
+    with pytest.raises(RuntimeError, match="the key of the parameters is not the same on every rank"):
+        ft.init_params(plan, random.key(rank))
+    params = ft.init_params(plan, random.key(0))
+    jitted = ft.jit(lambda params, x, lr: (x["x"] @ params["w"]).sum() * lr, plan)
+    rows = ft.shard_batch(plan, {"x": torch.ones(4, 8)})
+    with pytest.raises(RuntimeError, match="rank 0 has argument lr: 0.1, rank 1 has argument lr: 0.2"):
+        jitted(params, rows, 0.1 * (rank + 1))
+    uneven = ft.shard_batch(plan, {"x": torch.ones(4 - 2 * rank, 8)})
+    with pytest.raises(RuntimeError, match=r"rank 0 has argument x/x: float32\[8, 8\] .*, rank 1 has .*\[4, 8\]"):
+        jitted(params, uneven, 0.1)
+
+
+def test_ranks_that_differ_are_told(pool):
+    pool.run(ranks_that_differ)
 
 
 def test_names_of_activations_are_checked_on_one_device_too():

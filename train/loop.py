@@ -43,8 +43,6 @@ LAST_SAVE_S = 30
 
 # A failed save is raised, and told once by whoever called run(); the checkpointer's own log would tell it again.
 logging.getLogger("train.checkpoint").addHandler(logging.NullHandler())
-# Its advice, given by every rank, is for who writes redistributions (muon's norms take one for each axis).
-logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @attrs.define(eq=False)

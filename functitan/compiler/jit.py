@@ -226,7 +226,8 @@ class JitFunction:
             _check_on_mesh(self.name, tree.leaves_with_path(arguments), layout)
         captured = self._captured(arguments, leaves, treedef, self._reason(arguments, key))
         if layout is not None:
-            check_agreement(captured.graph.graph, self.name, layout.mesh.device_type)
+            paths = [path for path, _ in tree.leaves_with_path(arguments)]
+            check_agreement(captured.graph.graph, key.lines(paths), self.name, layout.mesh.device_type)
         level = logging.INFO if not self._cache else logging.WARNING
         log.log(level, "captured %s in %.1f s: %s", self.name, captured.seconds, captured.reason)
         if len(self._cache) + 1 == _MANY_CAPTURES:

@@ -22,6 +22,10 @@ class Key:
     leaves: tuple[Any, ...]
     settings: tuple[Any, ...]
 
+    def lines(self, paths: list[str]) -> list[str]:
+        """A line for each leaf, the same on every rank of a mesh."""
+        return [f"{path}: {_describe_whole(leaf)}" for path, leaf in zip(paths, self.leaves)]
+
     def difference(self, old: Key, paths: list[str]) -> str:
         if self.treedef != old.treedef:
             return _structure_change(old, self, paths)
@@ -80,6 +84,14 @@ def leaf_key(x: Any) -> Any:
             "pass a tensor, a number, a string or a frozen value"
         ) from error
     return type(x), x
+
+
+def _describe_whole(key: tuple) -> str:
+    if not isinstance(key[0], torch.dtype):
+        return _describe(key)
+    dtype, shape, _, _, _, spec, _ = key
+    layout = "" if spec is None else f" {spec.placements}"
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}{layout}"
 
 
 def _describe(leaf_key: tuple) -> str:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from functitan import init, random, tree
 from functitan._torch import is_distributed
+from functitan.compiler.agreement import check_same
 from functitan.compiler.mesh import device_mesh
 from functitan.compiler.plan import Plan, placements
 from functitan.optim import GradientTransformation
@@ -35,7 +36,7 @@ def init_params(plan: Plan, key: Tensor) -> Any:
         key: uint32 [2]; the parameters are made on its device.
 
     Raises:
-        RuntimeError: the process group has not the size of the plan's mesh.
+        RuntimeError: the process group has not the size of the plan's mesh, or the ranks have different keys.
     """
 
     def make(path: str, param: Param, region: random.Region | None) -> Tensor:
@@ -48,6 +49,8 @@ def init_params(plan: Plan, key: Tensor) -> Any:
             )
         return value
 
+    if plan.mesh.size > 1:
+        check_same("the key of the parameters", random.bits(key, (2,)), device_mesh(plan.mesh).device_type)
     return _laid_out(plan, make)
 
 
@@ -117,8 +120,11 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
         ValueError: the arrays have not the same number of rows.
     """
     counts = {name: x.shape[0] if x.ndim else None for name, x in rows.items()}
-    if len(set(counts.values())) > 1 or None in counts.values():
-        raise ValueError(f"shard_batch: every array needs the same number of rows, its first dim; they have {counts}")
+    if len(set(counts.values())) > 1 or not all(counts.values()):
+        raise ValueError(
+            "shard_batch: every array needs the same number of rows, its first dim, and at least one; they have "
+            f"{counts}"
+        )
     if plan.mesh.size == 1:
         return dict(rows)
     from functitan.sharding.move import from_local

@@ -79,10 +79,13 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
             _state.rules = rules
         return
     from functitan.compiler.mesh import device_mesh
+    from functitan.sharding.guard import Guard
 
     before = current()
     with ExitStack() as stack:
         stack.enter_context(implicit_replication())
+        if before is None:
+            stack.enter_context(Guard())
         _state.layout = Layout(plan, device_mesh(plan.mesh))
         try:
             yield

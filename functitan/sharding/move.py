@@ -8,6 +8,7 @@ choosing, because the order decides how many bytes are sent.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,9 @@ from functitan.sharding import layout
 from functitan.sharding.labels import label_of, labelled
 
 Placements = tuple[Placement, ...]
+
+# Its advice, given by every rank, is for who writes redistributions: move() orders its own.
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def move(x: DTensor, target: Sequence[Placement]) -> DTensor:
