@@ -37,6 +37,9 @@ _VERSION_KEY = "functitan_plan"
 _KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "precision", "params")
 _PARAM_KEYS = ("shape", "names", "init", "dtype", "decay", "layout")
 
+_MAX_DEPTH = 200
+"""Of a tree of parameters: far beyond any model, and well within Python's own limit, which libraries change."""
+
 Path = tuple[str, ...]
 """The keys from the root of the tree to a node."""
 
@@ -192,6 +195,8 @@ def _read(node: Any, path: Path, layouts: dict[str, Any]) -> Any:
     """The tree of a node; the layouts that the text gives are put into ``layouts``, by path."""
     if node is None:
         return None
+    if len(path) > _MAX_DEPTH:
+        raise ValueError(f"the plan is nested too deeply to be read: more than {_MAX_DEPTH} levels")
     if isinstance(node, list):
         return [_read(child, (*path, str(index)), layouts) for index, child in enumerate(node)]
     where = _where(path)
