@@ -68,8 +68,7 @@ def is_traced() -> bool:
 def is_distributed(x: Any) -> bool:
     """True for a DTensor. Asked of every operand of every operator, and answered without importing DTensor, which
     takes half a second: where nothing has imported it, nothing is one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    return is_distributed_type(type(x))
 
 
 def is_distributed_type(kind: type) -> bool:

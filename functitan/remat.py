@@ -7,13 +7,15 @@ import itertools
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
-import optree
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from functitan import tree
 from functitan._torch import OpOverload, inside_transform, is_distributed_type, marked
+from functitan.compiler.graphs import WAIT
+from functitan.transforms import detached
 
 RematPolicy = Literal["none", "selective", "full"]
 
@@ -76,7 +78,7 @@ class _Selective(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if any(map(is_distributed_type, types)):
             return NotImplemented  # what DTensor makes of it comes here again
-        if func is _WAIT and any(x is args[0] for x in self.sent):
+        if func is WAIT and any(x is args[0] for x in self.sent):
             return self.expensive(func, args, kwargs or {})
         if not _is_expensive(func):
             return func(*args, **(kwargs or {}))
@@ -93,7 +95,7 @@ class _Keep(_Selective):
     def expensive(self, func: Any, args: tuple, kwargs: Any) -> Any:
         out = func(*args, **kwargs)
         # Autograd makes ``out`` part of its graph: what is kept is another tensor of the same values.
-        self.kept.append(optree.tree_map(_detached, out))
+        self.kept.append(tree.map(detached, out))
         return out
 
 
@@ -101,12 +103,6 @@ class _Recall(_Selective):
     def expensive(self, func: Any, args: tuple, kwargs: Any) -> Any:
         return self.kept.pop(0)
 
-
-def _detached(x: Any) -> Any:
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 _remat_count = itertools.count(1)
 

@@ -108,7 +108,7 @@ def _grad_by_autograd(flat_fun: Callable, leaves: list[Tensor]) -> tuple[Tensor,
         _nesting.depth = depth
     gradients = [torch.zeros_like(x) if g is None else laid_out_as(x, g) for x, g in zip(leaves, gradients)]
     if outermost:
-        value, aux = tree.map(_detached, (value, aux))
+        value, aux = tree.map(detached, (value, aux))
     return value, aux, gradients
 
 
@@ -311,7 +311,8 @@ def _broadcast_prefix(prefix: Any, full: Any) -> list[Any]:
     return [value for value, leaf in zip(values, leaves) if leaf is not None]
 
 
-def _detached(x: Any) -> Any:
+def detached(x: Any) -> Any:
+    """A tensor without its autograd history; anything else as it is."""
     return x.detach() if isinstance(x, Tensor) else x
 
 

@@ -41,6 +41,11 @@ def _part(size: int, axis: str, parts: int, index: int) -> tuple[int, int]:
     if axis == "pp":
         layers = stage_layers(size, parts)[index]
         return layers.start, len(layers)
-    chunk = -(-size // parts)
-    start = min(index * chunk, size)
-    return start, min(chunk, size - start)
+    return chunk(size, parts, index)
+
+
+def chunk(size: int, parts: int, index: int) -> tuple[int, int]:
+    """``(start, size)`` of one part of a dim as ``torch.chunk`` cuts it; an empty one starts at the end."""
+    largest = -(-size // parts)
+    start = min(index * largest, size)
+    return start, min(largest, size - start)

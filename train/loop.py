@@ -145,7 +145,7 @@ def _model_summary(parts: Parts, ranks: Ranks) -> str:
 def _check_memory(parts: Parts, config: RunConfig, ranks: Ranks) -> None:
     """Refuses a model whose state and gradients alone are larger than the free memory, before anything is allocated."""
     state = ft.abstract_state(parts.plan, parts.optimizer)
-    needed = sum(x.numel() * x.element_size() for x in map(local, tree.leaves(state))) + parts.plan.bytes_per_rank
+    needed = sum(local(x).nbytes for x in tree.leaves(state)) + parts.plan.bytes_per_rank
     needed += 4 * 8 * len(_batch_rows(parts, config, ranks)) * config.train.seq_len  # a batch's four int64 arrays
     if ranks.device.type == "cpu":
         needed *= ranks.local_size  # a machine's ranks share its memory

@@ -19,16 +19,20 @@ def check_same(what: str, x: Tensor, device: torch.device | str) -> None:
     """Raises RuntimeError on every rank where ``x``, an integer tensor, is not the same on all of them."""
     if _is_alone():
         return
-    low = x.detach().to(torch.int64).to(device)
-    high = low.clone()
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    if not torch.equal(low, high):
+    if not _is_same(x.detach().to(torch.int64).to(device)):
         raise RuntimeError(f"{what} is not the same on every rank, and has to be: give all of them one seed")
 
 
 def _is_alone() -> bool:
     return FAKE_BACKEND in dist.get_backend_config() or dist.get_world_size() == 1
+
+
+def _is_same(x: Tensor) -> bool:
+    """Whether all ranks have the same int64 values."""
+    low, high = x.clone(), x.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    return torch.equal(low, high)
 
 
 def check_agreement(graph: Graph, arguments: Sequence[str], name: str, device: torch.device | str) -> None:
@@ -47,10 +51,7 @@ def check_agreement(graph: Graph, arguments: Sequence[str], name: str, device: t
         return
     mine = [*(f"argument {line}" for line in arguments), *(f"collective {line}" for line in signature(graph))]
     digest = torch.tensor([zlib.crc32("\n".join(mine).encode()), len(mine)], dtype=torch.int64, device=device)
-    low, high = digest.clone(), digest
-    dist.all_reduce(low, dist.ReduceOp.MIN)
-    dist.all_reduce(high, dist.ReduceOp.MAX)
-    if torch.equal(low, high):
+    if _is_same(digest):
         return
     everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(everyone, mine)

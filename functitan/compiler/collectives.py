@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch.fx import Graph, Node
 
@@ -17,9 +15,22 @@ REDUCE_SCATTER = _ops.reduce_scatter_tensor.default
 ALL_REDUCE = _ops.all_reduce.default
 
 
+_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
+
+
+def communicates(node: Node) -> bool:
+    """True for a collective and for the wait for one."""
+    return is_op(node) and node.target.namespace in _NAMESPACES
+
+
+def is_wait(node: Node) -> bool:
+    """True for the wait for a collective, of any of torch's kinds."""
+    return is_op(node) and node.target.overloadpacket.__name__ == "wait_tensor"
+
+
 def is_collective(node: Node) -> bool:
     """True for an operator that sends, and not for the wait for one."""
-    return is_op(node) and node.target.namespace == "_c10d_functional" and node.target is not WAIT
+    return communicates(node) and not is_wait(node)
 
 
 def collectives(graph: Graph) -> list[Node]:
@@ -53,39 +64,7 @@ def signature(graph: Graph) -> list[str]:
     ]
 
 
-def stable_sort(graph: Graph, nodes: Sequence[Node]) -> None:
-    """Puts the nodes of a graph into the given order, each as soon as what it reads is there.
-
-    Raises:
-        RuntimeError: a pass has made a node read what follows from it.
-    """
-    placed: set[Node] = set()
-    ordered: list[Node] = []
-    for root in nodes:
-        stack, opened = [root], set()
-        while stack:
-            node = stack[-1]
-            if node in placed:
-                stack.pop()
-                continue
-            missing = [source for source in node.all_input_nodes if source not in placed]
-            if missing:
-                if node in opened:
-                    raise RuntimeError(f"the graph has a cycle through {node.name} and {missing[0].name}")
-                opened.add(node)
-                stack.extend(reversed(missing))
-                continue
-            stack.pop()
-            placed.add(node)
-            ordered.append(node)
-    anchor = graph._root
-    for node in ordered:
-        if anchor.next is not node:
-            anchor.append(node)
-        anchor = node
-
-
 __all__ = [
-    "ALL_GATHER", "ALL_REDUCE", "REDUCE_SCATTER", "WAIT", "collectives", "is_backward", "is_collective", "label",
-    "signature", "stable_sort", "wait_of",
+    "ALL_GATHER", "ALL_REDUCE", "REDUCE_SCATTER", "WAIT", "collectives", "communicates", "is_backward", "is_collective",
+    "is_wait", "label", "signature", "wait_of",
 ]  # fmt: skip

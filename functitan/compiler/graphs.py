@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,38 @@ def ops(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
 
 
+def stable_sort(graph: Graph, nodes: Sequence[Node]) -> None:
+    """Puts the nodes of a graph into the given order, each as soon as what it reads is there.
+
+    Raises:
+        RuntimeError: a pass has made a node read what follows from it.
+    """
+    placed: set[Node] = set()
+    ordered: list[Node] = []
+    for root in nodes:
+        stack, opened = [root], set()
+        while stack:
+            node = stack[-1]
+            if node in placed:
+                stack.pop()
+                continue
+            missing = [source for source in node.all_input_nodes if source not in placed]
+            if missing:
+                if node in opened:
+                    raise RuntimeError(f"the graph has a cycle through {node.name} and {missing[0].name}")
+                opened.add(node)
+                stack.extend(reversed(missing))
+                continue
+            stack.pop()
+            placed.add(node)
+            ordered.append(node)
+    anchor = next(iter(graph.nodes))
+    for node in ordered:
+        if node is not anchor:
+            anchor.append(node)
+            anchor = node
+
+
 def drop_dead(graph: Graph) -> None:
     """Erases what nobody reads. Collectives and waits as well, which torch would keep: all ranks drop the same."""
     for node in reversed(graph.nodes):
@@ -88,7 +120,7 @@ def drop_dead(graph: Graph) -> None:
             graph.erase_node(node)
 
 
-def call(graph: Graph, target: OpOverload, *args: Any, **kwargs: Any) -> Node:
+def call(graph: Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) -> Node:
     """A new node at the graph's insertion point, with the fake tensor that passes read."""
     node = graph.call_function(target, args, kwargs)
     fake_args, fake_kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])

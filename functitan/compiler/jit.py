@@ -28,7 +28,7 @@ from functitan.compiler.key import Key, leaf_key, settings
 from functitan.compiler.passes import inductor as inductor_pass
 from functitan.compiler.plan import Plan
 from functitan.sharding.labels import naming
-from functitan.sharding.layout import Layout, completed, current, use_plan
+from functitan.sharding.layout import Layout, completed, layout_of, use_plan
 
 log = logging.getLogger("functitan.jit")
 
@@ -144,7 +144,7 @@ class JitFunction:
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in leaves):
             self._warn_of_gradients()
             return self._call_plain(*args, **kwargs)  # a graph has no autograd history to give
-        key = Key(treedef, tuple(leaf_key(x) for x in leaves), settings(self._layout()))
+        key = Key(treedef, tuple(leaf_key(x) for x in leaves), settings(layout_of(self.plan)))
         captured = self._cache.get(key)
         if captured is None:
             captured = self._capture(arguments, leaves, treedef, key)
@@ -184,11 +184,6 @@ class JitFunction:
         with use_plan(self.plan):
             return tree.map(completed, self.fun(*args, **kwargs))
 
-    def _layout(self) -> Layout | None:
-        """What is in force inside: that of the plan, or, without one, that of the caller."""
-        with use_plan(self.plan):
-            return current()
-
     def _remember(self, key: Key, captured: Captured) -> None:
         if len(self._cache) >= _MAX_CAPTURES:
             self._cache.pop(next(iter(self._cache)))
@@ -221,7 +216,7 @@ class JitFunction:
         )
 
     def _capture(self, arguments: dict[str, Any], leaves: list[Any], treedef: tree.TreeDef, key: Key) -> Captured:
-        layout = self._layout()
+        layout = layout_of(self.plan)
         if layout is not None:
             _check_on_mesh(self.name, tree.leaves_with_path(arguments), layout)
         captured = self._captured(arguments, leaves, treedef, self._reason(arguments, key))

@@ -19,7 +19,7 @@ from functitan.compiler.mesh import device_mesh
 from functitan.compiler.plan import Plan, placements
 from functitan.optim import GradientTransformation
 from functitan.state import TrainState
-from sharding_specs import P, Param
+from sharding_specs import P, Param, region
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -153,11 +153,7 @@ def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: i
     Raises:
         ValueError: the batch does not divide over the ranks that split it.
     """
-    count = plan.mesh.shards(plan.batch_spec[0])
-    if batch_size % count or batch_size < 1:
-        split = plan.mesh.describe(plan.batch_spec[0])
-        raise ValueError(f"a batch of {batch_size} does not divide over {split}; legal: multiples of {count}")
-    rows = batch_size // count
+    _, rows = plan.batch_rows(0, batch_size)
     with torch.device("meta"):
         return shard_batch(plan, {name: torch.empty(rows, seq_len, dtype=torch.int64) for name in names})
 
@@ -174,12 +170,13 @@ def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Ten
     """The tree of ``make(path, param, region)`` of every parameter; region is None for all of it on one device."""
     if plan.mesh.size == 1:
         return tree.map_with_path(lambda path, param: make(path, param, None), plan.params)
-    from functitan.sharding.move import from_local, region
+    from functitan.sharding.move import from_local
 
     mesh = device_mesh(plan.mesh)
 
     def local(path: str, param: Param) -> Tensor:
         layout = placements(plan.specs[path], plan.mesh)
-        return from_local(make(path, param, region(param.shape, mesh, layout)), mesh, layout, param.shape)
+        here = region(param.shape, plan.specs[path], plan.mesh, mesh.get_rank())
+        return from_local(make(path, param, here), mesh, layout, param.shape)
 
     return tree.map_with_path(local, plan.params)

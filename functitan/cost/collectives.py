@@ -10,13 +10,10 @@ from attrs import frozen
 from torch import Tensor
 from torch.fx import Node
 
-from functitan._torch import OpOverload
+from functitan.compiler.collectives import is_collective
 
 GroupAxes = Callable[[str], tuple[tuple[str, ...], int]]
 """The axes and the number of ranks of a process group, by its name."""
-
-_WAIT = "wait_tensor"
-_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd", "c10d", "c10d_functional", "symm_mem")
 
 
 @frozen
@@ -68,17 +65,6 @@ class CollectiveCount:
     def total_bytes(self) -> int:
         """Wire bytes of all calls."""
         return self.call.wire_bytes * self.count
-
-
-def is_collective(node: Node) -> bool:
-    """True for an operator that communicates, and not for the wait for one."""
-    target = node.target
-    return isinstance(target, OpOverload) and target.namespace in _NAMESPACES and not is_wait(node)
-
-
-def is_wait(node: Node) -> bool:
-    target = node.target
-    return isinstance(target, OpOverload) and target.overloadpacket.__name__ == _WAIT
 
 
 def collective_of(node: Node, group_axes: GroupAxes, phase: str | None = None) -> Collective | None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from functitan._torch import FAKE_BACKEND
 from sharding_specs import MeshSpec
 
 
@@ -38,7 +39,7 @@ def fake_group(size: int, rank: int = 0) -> Iterator[None]:
         )
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+    dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=size)
     try:
         yield
     finally:

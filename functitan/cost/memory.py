@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload, storage_id
+from functitan.compiler.collectives import is_collective, is_wait
 from functitan.compiler.graphs import outputs, placeholders
-from functitan.cost.collectives import is_collective, is_wait, kind_of
+from functitan.cost.collectives import kind_of
 from functitan.cost.parts import PARTS, parts_of
 
 _SEND_A_COPY = ("all_reduce", "broadcast")

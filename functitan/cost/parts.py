@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 from torch.fx import Graph, Node
 
-from functitan._torch import OpOverload, mark_of
+from functitan._torch import OpOverload
+from functitan.compiler.collectives import is_backward, is_collective, is_wait
 from functitan.compiler.graphs import is_view, ops, placeholders
-from functitan.cost.collectives import is_collective, is_wait, tensors_of
+from functitan.cost.collectives import tensors_of
 from functitan.cost.flops import flops_of, is_elementwise, is_uncounted
 
 PARTS = ("parameters", "gathered", "gradients", "optimizer", "activations", "other")
@@ -84,7 +85,7 @@ def parts_of(graph: Graph) -> dict[Node, str]:
 def _marked(graph: Graph) -> tuple[list[Node], set[Node]]:
     """The operators, and those of them that capture has marked as backward."""
     nodes = list(ops(graph))
-    return nodes, {node for node in nodes if mark_of(node, "phase") == "backward"}
+    return nodes, {node for node in nodes if is_backward(node)}
 
 
 def _stateful(graph: Graph) -> set[Node]:

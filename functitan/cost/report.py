@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -212,9 +213,7 @@ def params_of(plan: Plan, rank: int = 0) -> tuple[ParamRow, ...]:
     rows = []
     for path, param in tree.leaves_with_path(plan.params):
         local = plan.local_shape(path, rank)
-        size = DTYPE_BYTES[param.dtype]
-        for n in local:
-            size *= n
+        size = math.prod(local) * DTYPE_BYTES[param.dtype]
         layout = tuple(
             tuple(axis for axis in entry_axes(entry) if plan.mesh.get(axis, 1) > 1) for entry in plan.spec(path)
         )

@@ -73,7 +73,7 @@ class _Split:
     def total(self, x: Tensor, op: str, *more: int) -> Tensor:
         """``x`` of each row, [*shape, *more], reduced over the ranks that have the other columns."""
         parts = tuple(Partial(op) if cut else p for cut, p in zip(self.over_vocab, self.rows))
-        return redistribute(from_local(x, self.mesh, parts, (*self.shape, *more)), self.rows).to_local()
+        return to_local(from_local(x, self.mesh, parts, (*self.shape, *more)), self.rows)
 
 
 class _SplitCrossEntropy(torch.autograd.Function):

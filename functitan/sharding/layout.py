@@ -50,6 +50,19 @@ def current() -> Layout | None:
     return getattr(_state, "layout", None)
 
 
+def layout_of(plan: Plan | None) -> Layout | None:
+    """What :func:`use_plan` puts in force: the plan on its ranks; of no plan, or one of one device, what is already.
+
+    Raises:
+        RuntimeError: there is no process group of the mesh's size.
+    """
+    if plan is None or plan.mesh.size == 1:
+        return current()
+    from functitan.compiler.mesh import device_mesh
+
+    return Layout(plan, device_mesh(plan.mesh))
+
+
 def check_names(names: Sequence[str | None]) -> None:
     """Raises ValueError where the plan of one device in force has no rule for a name, as a larger mesh would."""
     rules = getattr(_state, "rules", None)
@@ -78,15 +91,14 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
         finally:
             _state.rules = rules
         return
-    from functitan.compiler.mesh import device_mesh
     from functitan.sharding.guard import Guard
 
-    before = current()
+    before, layout = current(), layout_of(plan)
     with ExitStack() as stack:
         stack.enter_context(implicit_replication())
         if before is None:
             stack.enter_context(Guard())
-        _state.layout = Layout(plan, device_mesh(plan.mesh))
+        _state.layout = layout
         try:
             yield
         finally:

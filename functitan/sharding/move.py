@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from functitan.precision import Precision
 from functitan.sharding import layout
 from functitan.sharding.labels import label_of, labelled
+from sharding_specs.region import chunk
 
 Placements = tuple[Placement, ...]
 
@@ -204,10 +205,9 @@ def region(
     starts, sizes = [0] * len(shape), list(shape)
     for axis, placement in enumerate(placements):
         if placement.is_shard():
-            dim, count, place = placement.dim, mesh.size(axis), mesh.get_local_rank(axis)
-            chunk = -(-sizes[dim] // count)
-            start = min(place * chunk, sizes[dim])
-            starts[dim], sizes[dim] = starts[dim] + start, min(chunk, sizes[dim] - start)
+            dim = placement.dim
+            offset, sizes[dim] = chunk(sizes[dim], mesh.size(axis), mesh.get_local_rank(axis))
+            starts[dim] += offset
     return tuple(zip(starts, sizes))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from functitan.sharding.move import Partial, Replicate, complete, from_local, redistribute, to_local
+from functitan.sharding.move import Partial, Replicate, complete, from_local, to_local
 from functitan.sharding.ops import mesh_of, spread
 
 
@@ -29,7 +29,6 @@ def global_norm(leaves: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         if split:
             parts = [Partial() if i == axis else Replicate() for i in range(mesh.ndim)]
             vector = from_local(torch.stack([sums[key] for key in split]), mesh, parts, (len(split),))
-            added = to_local(redistribute(vector, [Replicate()] * mesh.ndim), [Replicate()] * mesh.ndim)
-            sums |= dict(zip(split, added.unbind(0)))
+            sums |= dict(zip(split, to_local(vector, [Replicate()] * mesh.ndim).unbind(0)))
     total = torch.stack(list(sums.values())).sum().sqrt()
     return from_local(total, mesh, [Replicate()] * mesh.ndim, ())

@@ -11,10 +11,10 @@ import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 import functitan as ft
 from functitan import optim, random, tree
+from functitan.compiler.boundary import local
 from models import llama
 from train.bench.module import angles, from_params
 from train.bench.rounds import Work
@@ -178,7 +178,7 @@ def _start(setting: Setting) -> tuple[Any, Tensor, Tensor]:
 
 def held_bytes(values: Any) -> int:
     """Of a tree of tensors, what this rank holds."""
-    return sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in tree.leaves(values))
+    return sum(local(x).nbytes for x in tree.leaves(values))
 
 
 def need_compiler() -> None:

@@ -23,10 +23,9 @@ from functitan.compiler.collectives import (
     collectives,
     is_backward,
     label,
-    stable_sort,
     wait_of,
 )
-from functitan.compiler.graphs import call, drop_dead, value
+from functitan.compiler.graphs import call, drop_dead, stable_sort, value
 
 _aten = torch.ops.aten
 
@@ -148,14 +147,8 @@ def _collective(graph: Graph, like: Node, packed: Node) -> Node:
 
 
 def _split(graph: Graph, x: Node, sizes: list[int], dim: int) -> list[Node]:
-    pieces = graph.call_function(_aten.split_with_sizes.default, (x, sizes, dim))
-    pieces.meta["val"] = _aten.split_with_sizes.default(value(x), sizes, dim)
-    parts = []
-    for i in range(len(sizes)):
-        part = graph.call_function(operator.getitem, (pieces, i))
-        part.meta["val"] = pieces.meta["val"][i]
-        parts.append(part)
-    return parts
+    pieces = call(graph, _aten.split_with_sizes.default, x, sizes, dim)
+    return [call(graph, operator.getitem, pieces, i) for i in range(len(sizes))]
 
 
 def _flat(graph: Graph, x: Node) -> Node:

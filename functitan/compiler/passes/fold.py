@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from functitan.compiler.collectives import communicates
 from functitan.compiler.graphs import drop_dead, is_op, is_pure, ops, outputs, storages, value
 
 # Of a constant and of each step on the way to it. A larger one is cheaper to compute again than to keep.
@@ -45,16 +46,14 @@ def fold_constants(graph: Graph, donated: Collection[int] = ()) -> None:
 
 
 def _constants(graph: Graph) -> dict[Node, None]:
+    # No collective: it would run while capturing, on whatever ranks are capturing.
     found: dict[Node, None] = {node: None for node in graph.nodes if node.op == "get_attr"}
     for node in ops(graph):
-        if _is_local(node) and is_pure(node) and _is_small(node) and all(s in found for s in node.all_input_nodes):
+        if not is_op(node) or not is_pure(node) or communicates(node):
+            continue
+        if _is_small(node) and all(s in found for s in node.all_input_nodes):
             found[node] = None
     return found
-
-
-def _is_local(node: Node) -> bool:
-    """No collective: it would run while capturing, on whatever ranks are capturing."""
-    return is_op(node) and node.target.namespace != "_c10d_functional"
 
 
 def _is_small(node: Node) -> bool:

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload
-from functitan.compiler.graphs import value
+from functitan.compiler.graphs import stable_sort, value
 
 # Nodes up to this size are free to keep, and join nothing: step counts, norms, the learning rate.
 _SCALAR_NUMEL = 1024
@@ -30,15 +30,8 @@ def order_by_component(graph: Graph, donated: Collection[int] = ()) -> None:
     position = {node: i for i, node in enumerate(nodes)}
     roots = sorted(components, key=lambda node: (first_seen[components[node]], position[node]))
 
-    done = {node for node in nodes if node not in tail}
-    ordered = [node for node in nodes if node in done and node.op != "output"]
-    for root in [*roots, *(node for node in nodes if node in tail)]:
-        _emit(root, done, ordered)
-    anchor = next(iter(graph.nodes))
-    for node in ordered:
-        if node is not anchor:
-            anchor.append(node)
-            anchor = node
+    head = [node for node in nodes if node not in tail and node.op != "output"]
+    stable_sort(graph, [*head, *roots, *(node for node in nodes if node in tail)])
 
 
 def _tail(nodes: list[Node]) -> set[Node]:
@@ -91,17 +84,3 @@ def _components(tail: set[Node]) -> dict[Node, int]:
 def _is_large(node: Node) -> bool:
     val = value(node)
     return val is None or val.numel() > _SCALAR_NUMEL
-
-
-def _emit(root: Node, done: set[Node], ordered: list[Node]) -> None:
-    stack = [root]
-    while stack:
-        node = stack[-1]
-        waiting = [source for source in node.all_input_nodes if source not in done]
-        if waiting:
-            stack.extend(reversed(waiting))
-            continue
-        stack.pop()
-        if node not in done:
-            done.add(node)
-            ordered.append(node)

@@ -12,8 +12,8 @@ from collections.abc import Collection
 
 from torch.fx import Graph, Node
 
-from functitan.compiler.collectives import ALL_GATHER, WAIT, collectives, label, stable_sort, wait_of
-from functitan.compiler.graphs import is_view
+from functitan.compiler.collectives import ALL_GATHER, WAIT, collectives, label, wait_of
+from functitan.compiler.graphs import is_view, stable_sort
 
 
 def overlap_communication(graph: Graph, donated: Collection[int] = ()) -> None:

@@ -13,8 +13,8 @@ from collections.abc import Collection
 import torch
 from torch.fx import Graph, Node
 
-from functitan.compiler.collectives import ALL_GATHER, WAIT, is_backward, label, stable_sort
-from functitan.compiler.graphs import is_view, ops
+from functitan.compiler.collectives import ALL_GATHER, WAIT, is_backward, label
+from functitan.compiler.graphs import is_view, ops, stable_sort
 
 _aten = torch.ops.aten
 _COPIES = {_aten.cat.default, _aten.clone.default, _aten._to_copy.default, _aten.constant_pad_nd.default, WAIT}
