@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard
 
 from functitan import tree
-from train.checkpoint import Checkpointer
+from train.checkpoint import Checkpointer, latest, load
 
 
 class AdamState(NamedTuple):
@@ -96,9 +97,31 @@ def full_disk(*_: object, **__: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def run_python(code: str, *args: object, prefix: tuple[str, ...] = (), **kwargs: Any) -> subprocess.CompletedProcess:
+def run_python(
+    code: str, *args: object, prefix: tuple[str, ...] = (), env: Mapping[str, str] = os.environ, **kwargs: Any
+) -> subprocess.CompletedProcess:
+    """Runs a program that may import what stands here."""
     command = [*prefix, sys.executable, "-c", textwrap.dedent(code), *map(str, args)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120, **kwargs)
+    env = {**env, "PYTHONPATH": os.pathsep.join(filter(None, (str(Path(__file__).parent), env.get("PYTHONPATH"))))}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=env, **kwargs)
+
+
+def changes_disk(event: str, args: tuple, folder: str) -> bool:
+    """Whether an audit event is one of a save that changes what is on the disk."""
+    if event in ("os.mkdir", "os.rename", "os.rmdir", "os.remove", "shutil.rmtree"):
+        return True
+    return event == "open" and isinstance(args[1], str) and "w" in args[1] and folder in str(args[0])
+
+
+def whole_step(folder: str, like: Any, step: int, done: bool) -> int:
+    """The step of the checkpoint that is found after a save of ``step``, ``done`` or cut off; it has to be whole."""
+    notices: list[str] = []
+    found = latest(folder, notices.append)
+    loaded = load(found.path, like)
+    assert found.step in (step - 1, step) and not (done and found.step != step)
+    assert bool((loaded["w"] == found.step).all()) and int(loaded["step"]) == found.step
+    assert all("partial" in notice for notice in notices), notices
+    return found.step
 
 
 def place(whole: torch.Tensor, mesh: DeviceMesh, *placements: Placement, meta: bool = False) -> DTensor:

@@ -29,13 +29,6 @@ TINY = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
-    return path
-
-
 def args(corpus, out, *more):
     return ["train", *TINY, "--data.path", str(corpus), "--out", str(out), *map(str, more)]
 

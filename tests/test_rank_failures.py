@@ -23,13 +23,6 @@ from train.errors import UserError
 from train.launch import launch_command
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
-    return path
-
-
 def failing(corpus, tmp_path, function):
     options = args(corpus, tmp_path / "run", "--train.steps", 4, "--mesh.fsdp", 2, "--jit.no-enabled")
     return as_ranks(2, function, options, folder=tmp_path)

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import attrs
 import pytest
+import test_loop
 import torch
 import torch.distributed as dist
-from test_loop import TINY
 
 from train import loop
 from train.cli import main
@@ -25,15 +25,8 @@ from train.metrics import read_metrics
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("data") / "text.txt"
-    path.write_text("".join(f"line {i}: {i * i}\n" for i in range(400)))
-    return path
-
-
 def args(corpus, out, *more):
-    return ["train", *TINY, "--model.n-kv-heads", "2", "--data.path", str(corpus), "--out", str(out), *map(str, more)]
+    return test_loop.args(corpus, out, "--model.n-kv-heads", 2, *more)
 
 
 # Ranks as forks of a process that has loaded everything: they cost a tenth of a second, not five.
