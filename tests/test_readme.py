@@ -18,8 +18,9 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert (tmp_path / "runs/mine/checkpoints/step-00000001").is_dir()
 
     assert model.startswith("# model.py\n") and mesh.startswith("# mesh.py: torchrun --nproc-per-node 4 mesh.py\n")
-    # The first step's loss of the plain function, to compare with that of every rank.
-    (tmp_path / "model.py").write_text(model + "print(plain['loss'].item())")
+    # Each rank also tells the first step's loss of the plain function, in one write, so that no two lines run together.
+    tell = "import os\nos.write(1, f\"{plain['loss'].item()}\\n\".encode())\n"
+    (tmp_path / "model.py").write_text(model + tell)
     (tmp_path / "mesh.py").write_text(mesh)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4", "mesh.py"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
