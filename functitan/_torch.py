@@ -36,6 +36,7 @@ __all__ = [
     "is_distributed",
     "is_distributed_type",
     "is_fake",
+    "is_on_gloo",
     "is_traced",
     "marked",
     "mark_of",
@@ -46,6 +47,7 @@ __all__ = [
 
 FAKE_BACKEND = "fake"
 """The process group backend that sends nothing, with which one process stands for many."""
+
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 """What tracing raises where a shape or a branch depends on values."""
@@ -105,6 +107,13 @@ def implicit_replication() -> Iterator[None]:
 def is_fake(x: Tensor) -> bool:
     """True for a tensor without values, as tracing hands them out; False for one from outside."""
     return isinstance(x, FakeTensor)
+
+def is_on_gloo(group_name: str, device: torch.device) -> bool:
+    """True if the process group of this name sends what is on the device through Gloo."""
+    from torch.distributed.distributed_c10d import _resolve_process_group, get_backend_config
+
+    backends = get_backend_config(_resolve_process_group(group_name)).split(",")
+    return f"{device.type}:gloo" in backends
 
 
 def fakes_like(tensors: Sequence[Tensor]) -> list[Tensor]:

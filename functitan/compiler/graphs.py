@@ -126,3 +126,10 @@ def call(graph: Graph, target: Callable[..., Any], *args: Any, **kwargs: Any) ->
     fake_args, fake_kwargs = map_arg((args, kwargs), lambda source: source.meta["val"])
     node.meta["val"] = target(*fake_args, **fake_kwargs)
     return node
+
+
+def dense(graph: Graph, x: Node) -> Node:
+    """``x``, or a copy of it where its elements do not lie in the order of its dims."""
+    if value(x).is_contiguous():
+        return x
+    return call(graph, torch.ops.aten.clone.default, x, memory_format=torch.contiguous_format)

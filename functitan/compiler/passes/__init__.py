@@ -12,6 +12,7 @@ from torch.fx import Graph
 
 from functitan.compiler.passes.bucket import bucket_by_layer
 from functitan.compiler.passes.cse import merge_duplicates
+from functitan.compiler.passes.exchange import exchange_and_add
 from functitan.compiler.passes.fold import fold_constants
 from functitan.compiler.passes.order import order_by_component
 from functitan.compiler.passes.own import own_outputs
@@ -26,12 +27,13 @@ PASSES: dict[str, Pass] = {
     "fold": fold_constants,
     "regather": gather_again,
     "bucket": bucket_by_layer,
+    "exchange": exchange_and_add,
     "order": order_by_component,
     "prefetch": overlap_communication,
     "reuse": reuse_buffers,
 }
 DEFAULT = tuple(PASSES)
-FUNCTIONAL = ("cse", "fold", "regather", "bucket")
+FUNCTIONAL = ("cse", "fold", "regather", "bucket", "exchange")
 """Those that leave a functional graph, which TorchInductor is given; what the others do, it does in its own way."""
 
 

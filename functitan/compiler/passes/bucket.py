@@ -25,7 +25,7 @@ from functitan.compiler.collectives import (
     label,
     wait_of,
 )
-from functitan.compiler.graphs import call, drop_dead, stable_sort, value
+from functitan.compiler.graphs import call, dense, drop_dead, stable_sort, value
 
 _aten = torch.ops.aten
 
@@ -116,7 +116,7 @@ def _reduce_scatter(graph: Graph, members: list[Node]) -> None:
     ranks = members[0].args[2]
     sizes = [value(member).numel() for member in members]
     with graph.inserting_before(members[-1]):
-        rows = [call(graph, _aten.view.default, _dense(graph, x), [ranks, n]) for x, n in zip(inputs, sizes)]
+        rows = [call(graph, _aten.view.default, dense(graph, x), [ranks, n]) for x, n in zip(inputs, sizes)]
         packed = call(graph, _aten.view.default, call(graph, _aten.cat.default, rows, 1), [ranks * sum(sizes)])
         reduced = _collective(graph, members[-1], packed)
     _hand_out(graph, members, reduced, sizes)
@@ -152,10 +152,4 @@ def _split(graph: Graph, x: Node, sizes: list[int], dim: int) -> list[Node]:
 
 
 def _flat(graph: Graph, x: Node) -> Node:
-    return call(graph, _aten.view.default, _dense(graph, x), [math.prod(value(x).shape)])
-
-
-def _dense(graph: Graph, x: Node) -> Node:
-    if value(x).is_contiguous():
-        return x
-    return call(graph, _aten.clone.default, x, memory_format=torch.contiguous_format)
+    return call(graph, _aten.view.default, dense(graph, x), [math.prod(value(x).shape)])
