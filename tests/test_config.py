@@ -22,9 +22,7 @@ from sharding_specs import PRESETS, STANDARD_NAMES
 from train import cli, options, recipes
 from train.build import build
 from train.config import (
-    MeshConfig,
     OptimConfig,
-    RulesConfig,
     RunConfig,
     TrainConfig,
     dump,
@@ -34,6 +32,7 @@ from train.config import (
 )
 from train.config_text import ConfigError
 from train.errors import UserError
+from train.layout_config import MeshConfig, RulesConfig
 from train.recipes import RECIPES, recipe
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)

@@ -10,9 +10,9 @@ from functitan import cost
 from functitan.compiler.passes import order
 from models.llama import flops_per_token
 from train import explain, recipes
-from train.config import MeshConfig
 from train.config_text import ConfigError
 from train.errors import UserError
+from train.layout_config import MeshConfig
 
 SMALL = ["debug", "--model.n-layers", "1", "--train.seq-len", "32", "--train.batch-size", "8"]
 

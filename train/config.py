@@ -19,18 +19,14 @@ import sharding_specs
 from functitan.compiler import passes
 from models import llama
 from models.llama import LlamaConfig
-from sharding_specs import PRESETS, STANDARD_NAMES, BatchSpec, MeshSpec, Rules
-from sharding_specs.rules import DATA_NAMES
+from sharding_specs import STANDARD_NAMES, BatchSpec, MeshSpec
 from train.checkpoint import CheckpointConfig
 from train.config_text import ConfigError, from_yaml, load_yaml, near, to_yaml
 from train.data.config import DataConfig, config_problems
+from train.layout_config import AXES, UNEVEN_NAMES, MeshConfig, PipelineConfig, RulesConfig
 
 VERSION = 1
 """Of the fields below: raised whenever a field changes its name or meaning."""
-
-AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
-"""Mesh axes, outermost first: the axes that communicate most vary fastest, so that their ranks share a machine."""
-
 
 @frozen
 class TrainConfig:
@@ -91,76 +87,6 @@ class OptimConfig:
 
 
 @frozen
-class MeshConfig:
-    """Devices along each axis of the mesh. One axis may be -1: whatever the number of devices leaves."""
-
-    dp: int = 1
-    """Replicated data parallel: each rank has all parameters and a part of the batch."""
-    fsdp: int = 1
-    """Data sharding: parameters, gradients and optimizer state are split, and gathered where they are used."""
-    tp: int = 1
-    """Tensor parallel: heads, hidden units and vocabulary are split."""
-    cp: int = 1
-    """Context parallel: the sequence is split."""
-    pp: int = 1
-    """Pipeline: the layers are split into stages."""
-    ep: int = 1
-    """Expert parallel: the experts are split."""
-
-    def spec(self) -> MeshSpec:
-        """The mesh with all six axes, in the order of :data:`AXES`. :func:`validate` says what is wrong with it."""
-        return MeshSpec(**{axis: getattr(self, axis) for axis in AXES})
-
-
-@frozen
-class RulesConfig:
-    """Which mesh axes split which dims: a preset, and what is changed in it."""
-
-    preset: Literal["data", "tensor", "all"] = "all"
-    """data: parameters over fsdp only; tensor: also over tp; all: also layers over pp and experts over ep."""
-    batch: str | None = None
-    """Axes over which the samples of a batch are split, such as "dp,fsdp"; here as below "none" leaves the dim whole,
-    and None (nothing given) takes what the preset says."""
-    seq: str | None = None
-    """The sequence. "cp,tp" is sequence parallel beside tensor parallel; "cp" keeps it whole over tp."""
-    embed: str | None = None
-    """The width of the model."""
-    vocab: str | None = None
-    """The vocabulary, of the embedding and of the logits."""
-    heads: str | None = None
-    """The heads of queries."""
-    kv_heads: str | None = None
-    """The heads of keys and values."""
-    head_dim: str | None = None
-    """The width of a head."""
-    mlp: str | None = None
-    """The hidden units."""
-    layers: str | None = None
-    """The layers."""
-    experts: str | None = None
-    """The experts."""
-    uneven: tuple[str, ...] = ()
-    """More dims, by these names, that need not divide over their axes, as the vocabulary does not in any preset: some
-    ranks then hold less of them than others."""
-
-    def rules(self) -> Rules:
-        """The preset with the changes. :func:`validate` says what is wrong with them; wrong ones are left out here."""
-        given = {name: getattr(self, name) for name in STANDARD_NAMES}
-        rules = PRESETS[self.preset].replace(**{name: _axes(text) for name, text in given.items() if text is not None})
-        return rules.allow_uneven(*(name for name in self.uneven if name in UNEVEN_NAMES))
-
-
-UNEVEN_NAMES = tuple(name for name in STANDARD_NAMES if name not in DATA_NAMES)
-"""Logical names that rules may allow to divide unevenly."""
-
-
-def _axes(text: str) -> tuple[str, ...]:
-    """``"fsdp,tp"`` -> ("fsdp", "tp"); ``"none"`` -> ()."""
-    axes = tuple(axis.strip() for axis in text.split(","))
-    return () if axes == ("none",) else tuple(filter(None, axes))
-
-
-@frozen
 class JitConfig:
     """How the step is compiled."""
 
@@ -188,6 +114,8 @@ class RunConfig:
     """Devices along each axis of the mesh."""
     rules: RulesConfig = attrs.field(factory=RulesConfig)
     """Which mesh axes split which dims."""
+    pipeline: PipelineConfig = attrs.field(factory=PipelineConfig)
+    """How a step goes through the stages of a pipeline."""
     jit: JitConfig = attrs.field(factory=JitConfig)
     """How the step is compiled."""
     checkpoint: CheckpointConfig = attrs.field(factory=CheckpointConfig)

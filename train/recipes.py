@@ -16,8 +16,9 @@ from attrs import frozen
 from functitan.nn import RopeScaling
 from models.llama import SIZES
 from train.checkpoint import CheckpointConfig
-from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
+from train.config import OptimConfig, RunConfig, TrainConfig
 from train.config_text import ConfigError, near
+from train.layout_config import MeshConfig
 
 NOT_SCALED = RopeScaling(factor=1.0)
 """The same as none, but with fields that options can change."""

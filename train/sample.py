@@ -15,11 +15,11 @@ from functitan import random
 from train import checkpoint
 from train import config as configs
 from train.build import build
-from train.config import MeshConfig
 from train.data import Tokenizer, load_tokenizer
 from train.errors import UserError
 from train.folder import CHECKPOINTS, CONFIG, read_config
 from train.hardware import default_device
+from train.layout_config import MeshConfig
 from train.step import Model
 
 

@@ -26,8 +26,9 @@ from train.bench.module import Llama, from_params
 from train.bench.rounds import Work
 from train.bench.variants import B1, B2, CLIP, WEIGHT_DECAY, Setting, held_bytes, make_adamw, need_compiler
 from train.build import build
-from train.config import MeshConfig, OptimConfig, RunConfig, TrainConfig
+from train.config import OptimConfig, RunConfig, TrainConfig
 from train.hardware import default_device
+from train.layout_config import MeshConfig
 from train.step import make_train_step
 
 Precision = Literal["float32", "bfloat16"]
