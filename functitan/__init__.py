@@ -24,6 +24,8 @@ from functitan.compiler.place import (
     shard_batch,
 )
 from functitan.compiler.plan import Plan, compile_specs
+from functitan.fold import fold
+from functitan.microbatches import sum_and_grad, sum_over
 from functitan.remat import remat
 from functitan.sharding.layout import use_plan
 from functitan.state import TrainState
@@ -40,6 +42,7 @@ __all__ = [
     "constrain",
     "device_mesh",
     "disable_jit",
+    "fold",
     "gather",
     "grad",
     "init",
@@ -54,6 +57,8 @@ __all__ = [
     "replicate",
     "scan",
     "shard_batch",
+    "sum_and_grad",
+    "sum_over",
     "tree",
     "use_plan",
     "value_and_grad",

@@ -23,13 +23,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.fx import GraphModule, Interpreter, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import (
+    disable_proxy_modes_tracing,
+    get_proxy_mode,
+    make_fx,
+    track_tensor_tree,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.utils._python_dispatch import _disable_current_modes
 
 __all__ = [
     "FAKE_BACKEND",
     "DATA_DEPENDENT",
     "OpOverload",
+    "call_untraced",
+    "faked",
     "fakes_like",
     "implicit_replication",
     "inside_transform",
@@ -43,6 +51,7 @@ __all__ = [
     "retrace_functional",
     "storage_id",
     "trace",
+    "untraced",
 ]
 
 FAKE_BACKEND = "fake"
@@ -118,8 +127,15 @@ def is_on_gloo(group_name: str, device: torch.device) -> bool:
 
 def fakes_like(tensors: Sequence[Tensor]) -> list[Tensor]:
     """Tensors without values, of the shapes, strides and dtypes of others; what is on the meta device is on the CPU."""
-    with FakeTensorMode():
-        return [
+    with faked(tensors) as fakes:
+        return fakes
+
+
+@contextmanager
+def faked(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Gives :func:`fakes_like` others; within it operators on them run without values, unseen by what is outside."""
+    with _disable_current_modes(), FakeTensorMode():
+        yield [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu" if x.is_meta else x.device)
             for x in tensors
         ]
@@ -134,6 +150,29 @@ def trace(fun: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor]) -> Gra
     """The ATen graph of ``fun`` for the shapes of ``inputs``, traced under fake tensors; marks are kept."""
     with torch.no_grad(), fx_traceback.preserve_node_meta():
         return make_fx(fun, tracing_mode="fake", _allow_non_fake_inputs=True)(*inputs)
+
+
+def call_untraced(target: Callable[..., Any], inputs: Sequence[Tensor], results: Sequence[Tensor]) -> list[Tensor]:
+    """A call of ``target(*inputs)`` as one node of the graph that is being traced, whatever happens inside it.
+
+    Args:
+        results: of their shapes, strides and dtypes are the tensors that it will give, a list.
+    """
+    mode = get_proxy_mode()
+    proxies = [mode.tracer.unwrap_proxy(x) for x in inputs]
+    proxy = mode.tracer.create_proxy("call_function", target, tuple(proxies), {})
+    fake_mode = next(x.fake_mode for x in inputs if isinstance(x, FakeTensor))
+    with disable_proxy_modes_tracing(), _disable_current_modes(), fake_mode:
+        outputs = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in results]
+    track_tensor_tree(outputs, proxy, constant=None, tracer=mode.tracer)
+    return outputs
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Within it nothing is traced or faked, whatever goes on outside."""
+    with _disable_current_modes():
+        yield
 
 
 def retrace_functional(module: GraphModule, inputs: Sequence[Tensor]) -> GraphModule:

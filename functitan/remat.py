@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable
 from typing import Any, Literal, get_args
 
@@ -67,6 +68,19 @@ def _keep_and_recall() -> tuple[_Keep, _Recall]:
     return _Keep(kept), _Recall(kept)
 
 
+_state = threading.local()
+
+
+def kept(fun: Callable, *args: Any) -> Any:
+    """``fun(*args)``, which a selective remat keeps the result of as it does of one expensive operator.
+
+    For what is expensive as a whole and made of many operators, such as attention block by block, whose parts are not
+    to be kept one by one, nor sent over the mesh again.
+    """
+    mode = getattr(_state, "selective", None)
+    return fun(*args) if mode is None else mode.whole(fun, args)
+
+
 class _Selective(TorchDispatchMode):
     """Tells the expensive operators from the others; the wait for an expensive collective is part of it."""
 
@@ -74,8 +88,29 @@ class _Selective(TorchDispatchMode):
         super().__init__()
         self.kept = kept
         self.sent: list[Tensor] = []
+        self.inside = False
+        self.before: list[_Selective | None] = []
+
+    def __enter__(self) -> _Selective:
+        self.before.append(getattr(_state, "selective", None))
+        _state.selective = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        _state.selective = self.before.pop()
+        return super().__exit__(*error)
+
+    def whole(self, fun: Callable, args: tuple) -> Any:
+        """:func:`kept` in this mode."""
+        before, self.inside = self.inside, True
+        try:
+            return fun(*args) if before else self.expensive(fun, args, {})
+        finally:
+            self.inside = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if self.inside:
+            return func(*args, **(kwargs or {}))
         if any(map(is_distributed_type, types)):
             return NotImplemented  # what DTensor makes of it comes here again
         if func is WAIT and any(x is args[0] for x in self.sent):

@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import attrs
-import torch
 from torch import Tensor
 
-from functitan import init, nn, random, tree
-from functitan.nn import RopeScaling, RotaryTable
+from functitan import init, nn, random
+from functitan.fold import fold
+from functitan.nn import RopeScaling, RotaryTable, Visibility
 from functitan.precision import Precision
 from functitan.remat import RematPolicy
 from functitan.remat import remat as rematerialised
@@ -195,22 +195,22 @@ def apply(
         ValueError: the batch's arrays differ in shape, or a parameter is not of its declared shape.
     """
     tokens, positions, documents = _unpack(batch)
-    place = torch.arange(tokens.shape[1], device=tokens.device)
     # What all layers share is made once: the angles, and the mask where a causal kernel does not do.
-    table = nn.rotary_table(place if positions is None else positions, cfg.resolved_head_dim, cfg.rope_theta,
-                            cfg.rope_scaling)  # fmt: skip
-    mask = None if documents is None else nn.attention_mask(place, causal=True, documents=documents)
+    place = nn.positions(tokens) if positions is None else positions
+    table = nn.rotary_table(place, cfg.resolved_head_dim, cfg.rope_theta, cfg.rope_scaling)
+    mask = None if documents is None else nn.visibility(tokens, causal=True, documents=documents)
 
     x = nn.embedding(params["embed"], tokens, dtype=precision.compute_dtype(params["embed"].dtype))
     x = constrain(x, ("batch", "seq", "embed"))
     layer = partial(_layer, cfg=cfg)
     if remat != "none":
         layer = rematerialised(layer, policy=remat)
-    stacks = tree.map(lambda stack: stack.unbind(0), dict(params["layers"]))
-    for i in range(cfg.n_layers):
-        layer_key = random.fold_in(key, i) if key is not None and cfg.dropout else None
-        x = layer({name: stack[i] for name, stack in stacks.items()}, x, table, mask, layer_key)
 
+    def numbered(p: Mapping[str, Tensor], x: Tensor, i: int) -> Tensor:
+        layer_key = random.fold_in(key, i) if key is not None and cfg.dropout else None
+        return layer(p, x, table, mask, layer_key)
+
+    x = fold(numbered, x, dict(params["layers"]))
     x = nn.rms_norm(x, params["norm"], cfg.norm_eps)
     unembed = params["embed"].t() if cfg.tied_embeddings else params["unembed"]
     logits = constrain(nn.linear(x, unembed), ("batch", "seq", "vocab"))
@@ -218,7 +218,8 @@ def apply(
 
 
 def _layer(
-    p: Mapping[str, Tensor], x: Tensor, table: RotaryTable, mask: Tensor | None, key: Tensor | None, *, cfg: LlamaConfig
+    p: Mapping[str, Tensor], x: Tensor, table: RotaryTable, mask: Visibility | None, key: Tensor | None, *,
+    cfg: LlamaConfig,
 ) -> Tensor:
     attn_key, mlp_key = (None, None) if key is None else random.split(key)
     y = _attention(p, nn.rms_norm(x, p["attn_norm"], cfg.norm_eps), table, mask)
@@ -227,12 +228,12 @@ def _layer(
     return x + nn.dropout(mlp_key, y, cfg.dropout)
 
 
-def _attention(p: Mapping[str, Tensor], x: Tensor, table: RotaryTable, mask: Tensor | None) -> Tensor:
+def _attention(p: Mapping[str, Tensor], x: Tensor, table: RotaryTable, mask: Visibility | None) -> Tensor:
     q, k, v = nn.linears(x, (p["wq"], p["wk"], p["wv"]))
     q = constrain(q, ("batch", "seq", "heads", "head_dim"))
     k = constrain(k, ("batch", "seq", "kv_heads", "head_dim"))
     v = constrain(v, ("batch", "seq", "kv_heads", "head_dim"))
-    y = nn.attention(nn.rotary(q, table), nn.rotary(k, table), v, causal=mask is None, mask=mask)
+    y = nn.attention(nn.rotary(q, table), nn.rotary(k, table), v, causal=True, mask=mask)
     return constrain(nn.linear(y, p["wo"], n_in=2), ("batch", "seq", "embed"))
 
 

@@ -5,6 +5,7 @@ wrong with a layout before anything is launched.
 """
 
 from sharding_specs.check import BatchSpec, check, check_leaves
+from sharding_specs.context import ContextParallel
 from sharding_specs.mesh import STANDARD_AXES, MeshSpec
 from sharding_specs.param import DTYPE_BYTES, Param, param_bytes, param_count, param_leaves
 from sharding_specs.partition import P
@@ -19,6 +20,7 @@ __all__ = [
     "STANDARD_AXES",
     "STANDARD_NAMES",
     "BatchSpec",
+    "ContextParallel",
     "MeshSpec",
     "P",
     "Param",

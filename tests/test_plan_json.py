@@ -41,11 +41,13 @@ def test_the_text_has_a_parameter_a_line():
     text = compile_specs(params, Rules(embed=("fsdp", "tp")), MeshSpec(fsdp=2, tp=2)).to_json()
     assert text.splitlines() == [
         "{",
-        '  "functitan_plan": 1,',
+        '  "functitan_plan": 2,',
         '  "mesh": {"fsdp": 2, "tp": 2},',
         '  "rules": {"batch": ["dp", "fsdp"], "embed": ["fsdp", "tp"], "seq": "cp"},',
         '  "uneven": [],',
         '  "precision": {"compute": null, "reduce": null, "output": null},',
+        '  "context": null,',
+        '  "pipeline": null,',
         '  "params": {',
         '    "a": null,',
         '    "b": [',
@@ -56,7 +58,7 @@ def test_the_text_has_a_parameter_a_line():
         "  }",
         "}",
     ]
-    assert json.loads(text)["functitan_plan"] == 1
+    assert json.loads(text)["functitan_plan"] == 2
 
 
 initialisers = st.one_of(
@@ -160,7 +162,7 @@ INIT = (*PARAM, "init", "variance_scaling")
 @pytest.mark.parametrize(
     ("path", "value", "match"),
     [
-        (["functitan_plan"], 2, "has version 2, but this functitan reads version 1"),
+        (["functitan_plan"], 1, "has version 1, but this functitan reads version 2"),
         (["functitan_plan"], True, "has version true"),
         (["more"], 1, "the plan: has the unknown more; it has exactly functitan_plan, mesh"),
         (["mesh"], [2], r"mesh: is \[2\], not an object"),
@@ -213,7 +215,7 @@ def test_a_plan_that_was_changed_is_checked_again():
         ('{"mesh": {}, "mesh": {}}', "no readable JSON: the key 'mesh' is there twice"),
         ('{"mesh": NaN}', "no readable JSON: NaN is no JSON"),
         ("[]", r"the plan: is \[\], not an object"),
-        ("{}", "the plan: lacks functitan_plan, mesh, rules, uneven, precision, params"),
+        ("{}", "the plan: lacks functitan_plan, mesh, rules, uneven, precision, context, pipeline, params"),
         ("[" * 100_000, "nested too deeply"),
     ],
 )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 
 import attrs
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from functitan import nn, optim, random, tree
-from functitan._torch import is_distributed
+from functitan.microbatches import sum_and_grad, sum_over
 from functitan.state import TrainState
-from functitan.transforms import value_and_grad
 
 Batch = Mapping[str, Tensor]
 Model = Callable[..., Tensor]
@@ -24,7 +21,7 @@ def make_train_step(
     model: Model,
     optimizer: optim.GradientTransformation,
     schedule: Callable[[Tensor], Tensor | float],
-    accumulation: int = 1,
+    parts: int = 1,
 ) -> Callable[[TrainState, Batch], tuple[TrainState, dict[str, Tensor]]]:
     """The step that trains ``model``.
 
@@ -32,7 +29,7 @@ def make_train_step(
         model: pure; see :data:`Model`.
         optimizer: its clipping, if any, included.
         schedule: the optimizer's learning rate, for the metrics.
-        accumulation: how many parts the batch is taken in, one by one.
+        parts: how many parts the batch is taken in, one by one or through the stages of a pipeline.
 
     Returns:
         ``train_step(state, batch)``; ``batch`` has int64 ``tokens`` and ``labels`` [batch, seq], and what else the
@@ -45,18 +42,9 @@ def make_train_step(
         return nn.cross_entropy(model(params, part, key=key), part["labels"])  # a sum and a count, never a mean
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, Tensor]]:
-        keys = random.split(random.fold_in(state.key, state.step), accumulation)
-        parts = {name: _microbatches(x, accumulation) for name, x in batch.items()}
-        losses, accumulated = [], None
-        for i in range(accumulation):
-            part = {name: x[i] for name, x in parts.items()}
-            (loss, count), grads = value_and_grad(loss_fn, has_aux=True)(state.params, part, keys[i])
-            losses.append(loss)
-            if accumulated is None:
-                accumulated = optim.first_gradients(grads, count)
-            else:
-                accumulated = optim.accumulate(accumulated, grads, count)
-        count, grads = accumulated.weight, optim.mean_gradients(accumulated)
+        key = random.fold_in(state.key, state.step)
+        (loss_sum, count), grads = sum_and_grad(loss_fn, parts)(state.params, batch, key)
+        grads = optim.mean_gradients(optim.AccumulatedGradients(grads, count))
 
         grad_norm = optim.global_norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -67,7 +55,7 @@ def make_train_step(
             lambda new, old: torch.where(good, new, old), (params, opt_state), (state.params, state.opt_state)
         )
         metrics = {
-            "loss": functools.reduce(torch.add, losses) / count,
+            "loss": loss_sum / count,
             "grad_norm": grad_norm,
             "learning_rate": torch.as_tensor(schedule(state.step - state.skipped), dtype=torch.float32),
             "tokens": count,
@@ -86,23 +74,17 @@ def make_train_step(
     return train_step
 
 
-def _microbatches(x: Tensor, count: int) -> Tensor:
-    """[batch, seq] -> [count, batch / count, seq]: part ``i`` has the rows ``i, i + count, …``.
+def make_eval_step(model: Model, parts: int = 1) -> Callable[[object, Batch], dict[str, Tensor]]:
+    """``eval_step(params, batch) -> {"loss_sum", "tokens"}``: sums over the batch's valid labels, without dropout.
 
-    So a rank's rows of each part are among its rows of the batch.
+    ``parts`` as of :func:`make_train_step`.
     """
-    here = x.to_local() if is_distributed(x) else x
-    if here.shape[0] % count:
-        whose = f" ({here.shape[0]} on this rank)" if is_distributed(x) else ""
-        raise ValueError(f"a batch of {x.shape[0]} rows{whose} does not divide into accumulation={count} parts")
-    return rearrange(x, "(b parts) s -> parts b s", parts=count)
 
-
-def make_eval_step(model: Model) -> Callable[[object, Batch], dict[str, Tensor]]:
-    """``eval_step(params, batch) -> {"loss_sum", "tokens"}``: sums over the batch's valid labels, without dropout."""
+    def loss_fn(params, part: Batch, key: None) -> tuple[Tensor, Tensor]:
+        return nn.cross_entropy(model(params, part, key=key), part["labels"])
 
     def eval_step(params, batch: Batch) -> dict[str, Tensor]:
-        loss_sum, tokens = nn.cross_entropy(model(params, batch, key=None), batch["labels"])
+        loss_sum, tokens = sum_over(loss_fn, parts)(params, batch)
         return {"loss_sum": loss_sum, "tokens": tokens}
 
     return eval_step

@@ -58,7 +58,7 @@ def _call(node: Node, constants: dict[str, Any]) -> str:
     if isinstance(function, OpOverload):
         name = f"{function.namespace}_{function.overloadpacket.__name__}_{function._overloadname}"
     else:
-        name = getattr(function, "__name__", "function")
+        name = f"run_{getattr(function, '__name__', 'function')}"  # a node is called as its function is
     if constants.setdefault(name, function) is not function:
         name = f"{name}_{id(function)}"
         constants[name] = function

@@ -21,6 +21,11 @@ def is_op(node: Node) -> bool:
     return isinstance(node.target, OpOverload)
 
 
+def is_call(node: Node) -> bool:
+    """True for a call of something that is no operator: the stages of a pipeline."""
+    return node.op == "call_function" and not is_op(node) and node.target is not operator.getitem
+
+
 def is_pure(node: Node) -> bool:
     """True if the node can be dropped, merged or moved: it neither writes nor draws at random."""
     if node.target is operator.getitem:

@@ -23,9 +23,10 @@ from functitan.compiler import boundary, donation, passes
 from functitan.compiler.agreement import check_agreement
 from functitan.compiler.capture import capture, is_capturing
 from functitan.compiler.execute import compile_graph
-from functitan.compiler.graphs import placeholders
+from functitan.compiler.graphs import is_call, ops, placeholders
 from functitan.compiler.key import Key, leaf_key, settings
 from functitan.compiler.passes import inductor as inductor_pass
+from functitan.compiler.pipeline.options import Options, compiling
 from functitan.compiler.plan import Plan
 from functitan.sharding.labels import naming
 from functitan.sharding.layout import Layout, completed, layout_of, use_plan
@@ -122,6 +123,7 @@ class JitFunction:
         self.signature = inspect.signature(fun)
         chosen = passes.check_passes(pass_names)
         self.passes = tuple(name for name in chosen if name in passes.FUNCTIONAL or not inductor)
+        self.options = Options(chosen, inductor)
         self.inductor = inductor
         self.donate = donate
         self._check_donate()
@@ -252,15 +254,18 @@ class JitFunction:
         inputs = [boundary.local(leaves[i]) for i in traced]
         if any(x.is_meta for x in inputs):
             inputs = fakes_like(inputs)
-        graph = capture(flat_fun, inputs, self.name)
+        with compiling(self.options):
+            graph = capture(flat_fun, inputs, self.name)
         needs_grad = graph.meta["needs_grad"]
         for node, path in zip(placeholders(graph.graph), input_paths):
             node.meta["path"] = path
         donated = tuple(
             n for n, path in enumerate(input_paths) if self._is_donated(path) and donation.is_dense(inputs[n])
         )
-        passes.run_passes(graph.graph, donated, self.passes)
-        if self.inductor:
+        # Inductor has compiled the stages of a pipeline; the graph around them holds calls that it does not know.
+        inductor = self.inductor and not any(is_call(node) for node in ops(graph.graph))
+        passes.run_passes(graph.graph, donated, self.passes if inductor else self.options.passes)
+        if inductor:
             run, source = inductor_pass.compile_graph(graph, inputs, donated)
         else:
             run, source = compile_graph(graph)

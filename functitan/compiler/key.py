@@ -11,7 +11,10 @@ from torch import Tensor
 
 from functitan import tree
 from functitan.compiler import boundary
-from functitan.sharding.layout import Layout
+from functitan.sharding.layout import Layout, pipelined
+
+_DECIDING = ("rules", "mesh", "precision", "context", "pipeline")
+"""What of a plan decides which operators a function runs."""
 
 
 @attrs.frozen
@@ -60,11 +63,12 @@ def settings(layout: Layout | None) -> tuple[Any, ...]:
     plan = None
     if layout is not None:
         # With the name of a process group, which no later one has: the graph has the names of its groups in it.
-        plan = layout.plan.rules, layout.plan.mesh, layout.plan.precision, layout.mesh.get_group(0).group_name
+        plan = *(getattr(layout.plan, name) for name in _DECIDING), layout.mesh.get_group(0).group_name
     return (
         ("default dtype", torch.get_default_dtype()),
         ("default device", torch.get_default_device()),
         ("layout", plan),
+        ("pipeline", None if pipelined() is None else pipelined().pipeline),
         *autocast,
     )
 

@@ -6,7 +6,7 @@ global index, so the whole is bit-equal on every mesh.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +18,10 @@ from functitan.compiler.agreement import check_same
 from functitan.compiler.mesh import device_mesh
 from functitan.compiler.plan import Plan, placements
 from functitan.optim import GradientTransformation
+from functitan.sharding.layout import is_plain
 from functitan.state import TrainState
-from sharding_specs import P, Param, region
+from sharding_specs import P, Param
+from sharding_specs.context import all_runs, runs
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,7 +51,7 @@ def init_params(plan: Plan, key: Tensor) -> Any:
             )
         return value
 
-    if plan.mesh.size > 1:
+    if not is_plain(plan):
         check_same("the key of the parameters", random.bits(key, (2,)), device_mesh(plan.mesh).device_type)
     return _laid_out(plan, make)
 
@@ -104,20 +106,27 @@ def abstract_state(plan: Plan, optimizer: GradientTransformation) -> TrainState:
         return replicate(plan, state)
 
 
-def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def shard_batch(plan: Plan, rows: Mapping[str, Tensor], whole: Collection[str] = ()) -> dict[str, Tensor]:
     """A batch on the plan's mesh, from what this rank has read of it.
 
+    Where the plan splits sequences over cp, each rank keeps its part of them, in the plan's layout. All arrays are laid
+    out alike; with the balanced layout their tokens are in another order than in ``rows``, which :func:`gather` with
+    the plan undoes.
+
     Args:
-        plan: says how a batch is split: ``plan.batch_spec``.
+        plan: says how a batch is split: ``plan.batch_spec`` and ``plan.context``.
         rows: arrays [batch, …] of this rank, such as tokens [batch, seq], labels [batch] or features
-            [batch, seq, embed]: its rows of the global batch (the same on ranks that share them). On the meta device
-            they stand for a batch without values. The first dim is split as the batch is, others are whole.
+            [batch, seq, embed]: its rows of the global batch (the same on ranks that share them), with whole sequences.
+            On the meta device they stand for a batch without values. The first dim is split as the batch is; the second
+            over cp, if the plan does that; others are whole.
+        whole: the names of arrays whose second dim is no sequence.
 
     Returns:
         DTensors of the global batch; on one device, ``rows`` as they are.
 
     Raises:
-        ValueError: the arrays have not the same number of rows.
+        ValueError: the arrays have not the same number of rows, or sequences have not one length, or one that does not
+            divide.
     """
     counts = {name: x.shape[0] if x.ndim else None for name, x in rows.items()}
     if len(set(counts.values())) > 1 or not all(counts.values()):
@@ -125,19 +134,47 @@ def shard_batch(plan: Plan, rows: Mapping[str, Tensor]) -> dict[str, Tensor]:
             "shard_batch: every array needs the same number of rows, its first dim, and at least one; they have "
             f"{counts}"
         )
-    if plan.mesh.size == 1:
+    if is_plain(plan):
         return dict(rows)
     from functitan.sharding.move import from_local
 
     mesh = device_mesh(plan.mesh)
-    layout = placements(P(plan.batch_spec[0]), plan.mesh)
+    split = {name for name, x in rows.items() if x.ndim > 1 and name not in whole} if plan.context else set()
+    seq = _one_length({name: rows[name].shape[1] for name in sorted(split)}) if split else 0
     count = plan.mesh.shards(plan.batch_spec[0])
-    return {name: from_local(x, mesh, layout, (x.shape[0] * count, *x.shape[1:])) for name, x in rows.items()}
+    batch = {}
+    for name, x in rows.items():
+        shape = (x.shape[0] * count, *x.shape[1:])
+        if name in split:
+            x = _own_tokens(plan, mesh, x, seq)
+        over = P(plan.batch_spec[0], "cp") if name in split else P(plan.batch_spec[0])
+        batch[name] = from_local(x, mesh, placements(over, plan.mesh), shape)
+    return batch
+
+
+def _one_length(lengths: dict[str, int]) -> int:
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"shard_batch: sequences are split over cp and need one length, the second dim; they have {lengths}. Name "
+            "the arrays that have no sequence: shard_batch(plan, rows, whole=(…))"
+        )
+    return next(iter(lengths.values()))
+
+
+def _own_tokens(plan: Plan, mesh: DeviceMesh, x: Tensor, seq_len: int) -> Tensor:
+    """The tokens of this rank of cp, from whole rows."""
+    from functitan.sharding.context.order import taken
+
+    rank, size = plan.mesh.coordinate(mesh.get_rank())["cp"], plan.mesh["cp"]
+    try:
+        return taken(x, runs(rank, size, seq_len, plan.context.layout), dim=1)
+    except ValueError as error:
+        raise ValueError(f"shard_batch: {error}") from error
 
 
 def replicate(plan: Plan, x: Any) -> Any:
     """A tree of tensors that are the same on every rank, as DTensors of the plan's mesh; on one device as it is."""
-    if plan.mesh.size == 1:
+    if is_plain(plan):
         return x
     from functitan.sharding.ops import spread
 
@@ -158,17 +195,66 @@ def abstract_batch(plan: Plan, names: Sequence[str], batch_size: int, seq_len: i
         return shard_batch(plan, {name: torch.empty(rows, seq_len, dtype=torch.int64) for name in names})
 
 
-def gather(x: Any) -> Any:
+def gather(x: Any, plan: Plan | None = None) -> Any:
     """A copy of a tree of tensors with every DTensor in it gathered whole on every rank.
 
     For tests and small models: a rank has to hold all of it. Every rank must call it.
+
+    Args:
+        plan: where sequences are split over cp, or layers over pp, the plan that they are laid out by: they come back
+            in natural order.
+
+    Raises:
+        ValueError: there is no plan, and a dim is split over cp, or layers over pp: their order is not known.
     """
-    return tree.map(lambda leaf: (leaf.full_tensor() if is_distributed(leaf) else leaf).detach().clone(), x)
+    return tree.map(lambda leaf: _gathered(leaf, plan).detach().clone(), x)
+
+
+def _gathered(x: Tensor, plan: Plan | None) -> Tensor:
+    if not is_distributed(x):
+        return x
+    from functitan.sharding.context.order import axis_of, natural
+
+    over_cp = [dim for dim in range(x.ndim) if axis_of(x, dim) is not None]
+    if over_cp and plan is None:
+        raise ValueError(
+            f"gather: dim {over_cp[0]} of {list(x.shape)} is split over cp ({x.placements}), in an order that only its "
+            "plan knows: gather(x, plan)"
+        )
+    names = x.device_mesh.mesh_dim_names or ()
+    staged = [i for i, name in enumerate(names) if name == "pp" and x.placements[i].is_shard()]
+    if staged and plan is None:
+        raise ValueError(
+            f"gather: the layers of {list(x.shape)} are split over pp ({x.placements}), in an order that only its plan "
+            "knows: gather(x, plan)"
+        )
+    whole = _all_stages(x, plan, staged[0]) if staged else x.full_tensor()
+    if over_cp and plan.context is not None:
+        order = all_runs(plan.mesh["cp"], x.shape[over_cp[0]], plan.context.layout)
+        whole = natural(whole, order, over_cp[0])
+    return whole
+
+
+def _all_stages(x: Tensor, plan: Plan, axis: int) -> Tensor:
+    """What is stacked over layers, whole: each rank's layers go to their places."""
+    from functitan.sharding.move import Replicate, move
+
+    whole = [p if i == axis else Replicate() for i, p in enumerate(x.placements)]
+    own = move(x, whole).to_local()
+    counts = [len(plan.pipeline.layers_of(rank)) for rank in range(plan.mesh["pp"])]
+    padded = own.new_zeros((max(counts), *own.shape[1:]))
+    padded[: own.shape[0]] = own
+    parts = [torch.empty_like(padded) for _ in counts]
+    torch.distributed.all_gather(parts, padded, group=x.device_mesh.get_group(axis))
+    result = own.new_empty((x.shape[0], *own.shape[1:]))
+    for rank, (part, count) in enumerate(zip(parts, counts)):
+        result[list(plan.pipeline.layers_of(rank))] = part[:count]
+    return result
 
 
 def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Tensor]) -> Any:
     """The tree of ``make(path, param, region)`` of every parameter; region is None for all of it on one device."""
-    if plan.mesh.size == 1:
+    if is_plain(plan):
         return tree.map_with_path(lambda path, param: make(path, param, None), plan.params)
     from functitan.sharding.move import from_local
 
@@ -176,7 +262,7 @@ def _laid_out(plan: Plan, make: Callable[[str, Param, random.Region | None], Ten
 
     def local(path: str, param: Param) -> Tensor:
         layout = placements(plan.specs[path], plan.mesh)
-        here = region(param.shape, plan.specs[path], plan.mesh, mesh.get_rank())
-        return from_local(make(path, param, here), mesh, layout, param.shape)
+        stages = [make(path, param, here) for here in plan.regions(path, mesh.get_rank())]
+        return from_local(stages[0] if len(stages) == 1 else torch.cat(stages), mesh, layout, param.shape)
 
     return tree.map_with_path(local, plan.params)

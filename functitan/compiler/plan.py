@@ -6,16 +6,34 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
+import attrs
 from attrs import frozen
 
 from functitan import tree
 from functitan.precision import Precision
-from sharding_specs import DTYPE_BYTES, BatchSpec, MeshSpec, P, Param, Rules, SpecError, check_leaves, region
+from sharding_specs import (
+    DTYPE_BYTES,
+    BatchSpec,
+    ContextParallel,
+    MeshSpec,
+    P,
+    Param,
+    Rules,
+    SpecError,
+    check_leaves,
+    region,
+)
+from sharding_specs.context import resolve as resolve_context
 from sharding_specs.partition import entry_axes
 from sharding_specs.problem import did_you_mean
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
+
+    from functitan.compiler.pipeline.stages import Pipeline
+
+DEFAULT_SCHEDULE = "1F1B"
+"""Of a plan with stages that is given no pipeline."""
 
 
 @frozen
@@ -30,6 +48,9 @@ class Plan:
       mesh: the mesh, every size known.
       specs: the layout of each parameter by path, with one entry a dim, in the order of the tree's leaves.
       precision: of it, the dtype in which gradients are added up over the ranks; the model is given the rest.
+      context: how attention over a sequence that is split over cp runs, and how the sequence is laid out; None where
+        none is split.
+      pipeline: the stages over pp and the schedule in which they run; None where there is one stage.
     """
 
     params: Any
@@ -37,6 +58,8 @@ class Plan:
     mesh: MeshSpec
     specs: dict[str, P]
     precision: Precision = Precision()
+    context: ContextParallel | None = None
+    pipeline: Pipeline | None = None
 
     def spec(self, path: str) -> P:
         """The layout of the parameter at a path. Raises ValueError where there is none."""
@@ -68,29 +91,45 @@ class Plan:
     def placements(self, path: str) -> tuple[Placement, ...]:
         """The DTensor placements of the parameter at a path: see :func:`placements`.
 
-        Raises:
-          ValueError: there is none, or its layers are in stages of unequal size, which no placement describes.
+        Layers over pp are ``Shard(0)`` there, although stages may differ in size, and a rank's layers may come from
+        several places of the stack: see :meth:`regions`. Raises ValueError where there is none.
+        """
+        return placements(self.spec(path), self.mesh)
+
+    def regions(self, path: str, rank: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """The slices that a rank holds of the parameter at a path, each ``(start, size)`` for every dim.
+
+        It is one, but for layers over pp: there it is one for each of the rank's stages, in their order. As DTensor
+        splits, uneven dims included: see :func:`sharding_specs.region`. Raises ValueError where there is no such path
+        or rank.
         """
         spec, shape = self.spec(path), self.param(path).shape
-        for size, entry in zip(shape, spec, strict=True):
-            if "pp" in entry_axes(entry) and size % self.mesh.shards(entry):
-                raise ValueError(
-                    f"{path}: {size} layers over pp={self.mesh['pp']} are stages of unequal size, which no DTensor "
-                    "placement describes; use plan.region"
-                )
-        return placements(spec, self.mesh)
+        staged = [dim for dim, entry in enumerate(spec) if "pp" in entry_axes(entry)]
+        if not staged or self.pipeline is None:
+            return (region(shape, spec, self.mesh, rank),)
+        (dim,) = staged
+        rest = region(shape, P(*(None if d == dim else entry for d, entry in enumerate(spec))), self.mesh, rank)
+        pp_rank = self.mesh.coordinate(rank)["pp"]
+        spans = [self.pipeline.layers[stage] for stage in self.pipeline.stages_of(pp_rank)]
+        return tuple((*rest[:dim], (start, stop - start), *rest[dim + 1 :]) for start, stop in spans)
 
     def region(self, path: str, rank: int) -> tuple[tuple[int, int], ...]:
-        """``(start, size)`` for every dim: the slice that a rank holds of the parameter at a path.
+        """The only one of :meth:`regions`.
 
-        As DTensor splits, uneven dims included: see :func:`sharding_specs.region`. Raises ValueError where there is no
-        such path or rank.
+        Raises ValueError where there is no such path or rank, or the rank has several stages.
         """
-        return region(self.param(path).shape, self.spec(path), self.mesh, rank)
+        found = self.regions(path, rank)
+        if len(found) > 1:
+            raise ValueError(f"{path}: rank {rank} has the layers of {len(found)} stages; use plan.regions")
+        return found[0]
 
     def local_shape(self, path: str, rank: int) -> tuple[int, ...]:
-        """The shape of :meth:`region`: what this rank holds, where :meth:`shard_shape` is the most that one holds."""
-        return tuple(size for _, size in self.region(path, rank))
+        """The shape of what this rank holds, where :meth:`shard_shape` is the most that one holds."""
+        found = self.regions(path, rank)
+        sizes = [size for _, size in found[0]]
+        if len(found) > 1:
+            sizes[0] = sum(one[0][1] for one in found)
+        return tuple(sizes)
 
     def shard_shape(self, path: str) -> tuple[int, ...]:
         """The largest shape that a rank holds of a parameter: of layers stacked over pp, that of the first stage."""
@@ -165,7 +204,10 @@ class Plan:
         return tuple(axis for axis, size in self.mesh.items() if axis in gathered and size > 1)
 
     def _shard_shape(self, param: Param, spec: P) -> tuple[int, ...]:
-        return tuple(-(-size // self.mesh.shards(entry)) for size, entry in zip(param.shape, spec, strict=True))
+        most = [-(-size // self.mesh.shards(entry)) for size, entry in zip(param.shape, spec, strict=True)]
+        if self.pipeline is not None and "pp" in spec.axes:
+            most[0] = max(len(self.pipeline.layers_of(rank)) for rank in range(self.mesh["pp"]))
+        return tuple(most)
 
     def _shard_bytes(self, param: Param, spec: P) -> int:
         return math.prod(self._shard_shape(param, spec)) * DTYPE_BYTES[param.dtype]
@@ -187,7 +229,9 @@ class Plan:
             f"{self.param_count:,} parameters, {readable_bytes(self.param_bytes)}; "
             f"{readable_bytes(self.bytes_per_rank)} per rank of {self.mesh}"
         )
-        return "\n".join([*lines, total])
+        context = [] if self.context is None else [f"context parallel over cp={self.mesh['cp']}: {self.context}"]
+        pipeline = [] if self.pipeline is None else [str(self.pipeline)]
+        return "\n".join([*lines, total, *context, *pipeline])
 
 
 def compile_specs(
@@ -199,6 +243,8 @@ def compile_specs(
     devices: int | None = None,
     activations: Collection[str] = (),
     precision: Precision = Precision(),  # noqa: B008 (immutable)
+    context: ContextParallel = ContextParallel(),  # noqa: B008 (immutable)
+    pipeline: Pipeline | None = None,
 ) -> Plan:
     """Checks a tree of Param against rules and a mesh, and gives every parameter its layout.
 
@@ -210,17 +256,46 @@ def compile_specs(
       devices: how many there are; the product of the mesh must be that, and one size may be -1: what is left of them.
       activations: logical names that only activations have, beyond "batch" and "seq".
       precision: see :class:`functitan.precision.Precision`.
+      context: the method of attention over cp, and the layout of the sequence, either of them "auto". The default
+        leaves the tokens in their order: with the layout "balanced" or "auto" a model has to ask ``nn.positions`` for
+        the places of its tokens, and to say with :func:`functitan.nn.visibility` who sees whom.
+      pipeline: the stages over pp and their schedule, as :func:`functitan.make_pipeline` makes them. None is that
+        function's default where the rules put layers over pp. Ignored where there is one stage.
 
     Raises:
       SpecError: the layout cannot work. A ValueError that lists every problem, one a line, with the legal values.
     """
     leaves = tree.leaves_with_path(params)
-    problems = check_leaves(leaves, rules, mesh, batch, devices, activations=activations)
+    problems = check_leaves(leaves, rules, mesh, None, devices, activations=activations)
+    chosen = None
+    if not problems:
+        sizes = mesh if devices is None else mesh.resolve(devices)
+        chosen, problems = resolve_context(context, leaves, rules, sizes, None if batch is None else batch.seq_len)
+    if batch is not None:
+        balanced = chosen is None or chosen.layout == "balanced"
+        batch = attrs.evolve(batch, causal_balanced=balanced and batch.causal_balanced)
+        problems += [p for p in check_leaves(leaves, rules, mesh, batch, devices, activations=activations)
+                     if p not in problems]  # fmt: skip
     if problems:
         raise SpecError(problems)
     if devices is not None:
         mesh = mesh.resolve(devices)
-    return Plan(params, rules, mesh, {path: rules.spec(param.names, mesh) for path, param in leaves}, precision)
+    specs = {path: rules.spec(param.names, mesh) for path, param in leaves}
+    stages = _pipeline(params, rules, mesh, specs, pipeline)
+    return Plan(params, rules, mesh, specs, precision, context=chosen, pipeline=stages)
+
+
+def _pipeline(
+    params: Any, rules: Rules, mesh: MeshSpec, specs: dict[str, P], given: Pipeline | None
+) -> Pipeline | None:
+    if mesh.get("pp", 1) == 1 or not any("pp" in spec.axes for spec in specs.values()):
+        return None
+    from functitan.compiler.pipeline.stages import check_pipeline, make_pipeline
+
+    if given is None:
+        return make_pipeline(params, rules, mesh, DEFAULT_SCHEDULE)
+    check_pipeline(given, params, rules, mesh)
+    return given
 
 
 def placements(spec: P, mesh: MeshSpec) -> tuple[Placement, ...]:

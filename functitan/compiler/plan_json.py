@@ -1,11 +1,13 @@
 """A Plan as JSON text and back: data alone, so reading it runs no code.
 
     {
-      "functitan_plan": 1,
+      "functitan_plan": 2,
       "mesh": {"fsdp": 2, "tp": 2},
       "rules": {"batch": ["dp", "fsdp"], "embed": "fsdp", "mlp": "tp", "seq": "cp"},
       "uneven": [],
       "precision": {"compute": "bfloat16", "reduce": null, "output": null},
+      "context": null,
+      "pipeline": null,
       "params": {
         "up": {"$param": {"shape": [64, 128], "names": ["embed", "mlp"], ...}}
       }
@@ -25,16 +27,17 @@ from typing import Any
 import attrs
 
 from functitan import init
+from functitan.compiler.pipeline.stages import Pipeline
 from functitan.compiler.plan import Plan, compile_specs
 from functitan.precision import Precision
-from sharding_specs import MeshSpec, Param, Rules
+from sharding_specs import ContextParallel, MeshSpec, Param, Rules
 from sharding_specs.problem import did_you_mean
 
-VERSION = 1
+VERSION = 2
 """Of the text: raised whenever what is written changes."""
 
 _VERSION_KEY = "functitan_plan"
-_KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "precision", "params")
+_KEYS = (_VERSION_KEY, "mesh", "rules", "uneven", "precision", "context", "pipeline", "params")
 _PARAM_KEYS = ("shape", "names", "init", "dtype", "decay", "layout")
 
 _MAX_DEPTH = 200
@@ -65,6 +68,8 @@ def to_json(plan: Plan) -> str:
         "rules": json.dumps(dict(plan.rules)),
         "uneven": json.dumps(sorted(plan.rules.uneven)),
         "precision": json.dumps(attrs.asdict(plan.precision)),
+        "context": json.dumps(None if plan.context is None else attrs.asdict(plan.context)),
+        "pipeline": json.dumps(None if plan.pipeline is None else attrs.asdict(plan.pipeline)),
         "params": _write(plan.params, (), "  ", plan),
     }
     lines = ",\n".join(f"  {json.dumps(key)}: {value}" for key, value in body.items())
@@ -97,9 +102,21 @@ def _plan(whole: dict[str, Any]) -> Plan:
     rules = _built("uneven", lambda: rules.allow_uneven(*uneven))
     layouts: dict[str, Any] = {}
     precision = _built("precision", lambda: Precision(**_is(whole["precision"], dict, "precision")))
+    context = _context(whole["context"])
     plan = compile_specs(
-        _read(whole["params"], (), layouts), rules, mesh, activations=tuple(rules), precision=precision
-    )
+        _read(whole["params"], (), layouts), rules, mesh, activations=tuple(rules), precision=precision,
+        context=ContextParallel() if context is None else context, pipeline=_pipeline(whole["pipeline"]),
+    )  # fmt: skip
+    if (plan.pipeline is None) != (whole["pipeline"] is None):
+        raise ValueError(
+            f"pipeline: is {_shown(whole['pipeline'])}, but by the plan's rules and mesh the layers are "
+            f"{'not ' if plan.pipeline is None else ''}in stages over pp; a plan that has stages says which"
+        )
+    if plan.context != context:
+        raise ValueError(
+            f"context: is {_shown(whole['context'])}, but by the plan's rules and mesh the sequence is "
+            f"{'not ' if plan.context is None else ''}split over cp; a plan that splits it says method and layout"
+        )
     for path, layout in layouts.items():
         expected = _jsonable(plan.spec(path))
         if layout != expected:
@@ -108,6 +125,30 @@ def _plan(whole: dict[str, Any]) -> Plan:
                 f"{_shown(expected)}; change the rules, which layouts follow from"
             )
     return plan
+
+
+def _context(given: Any) -> ContextParallel | None:
+    if given is None:
+        return None
+    keys = tuple(attribute.name for attribute in attrs.fields(ContextParallel))
+    fields = _object(given, "context", keys)
+    return _built("context", lambda: ContextParallel(**{key: _is(fields[key], str, f"context: {key}") for key in keys}))
+
+
+def _pipeline(given: Any) -> Pipeline | None:
+    if given is None:
+        return None
+    kinds = {"schedule": str, "microbatches": int, "stages_per_rank": int}
+    keys = tuple(attribute.name for attribute in attrs.fields(Pipeline))
+    fields = _object(given, "pipeline", keys)
+    values = {key: _is(fields[key], kinds.get(key, list), f"pipeline: {key}") for key in keys}
+    for key in keys:
+        if key not in kinds:
+            pairs = values[key] if key == "layers" else [values[key]]
+            for numbers in pairs:
+                for number in _is(numbers, list, f"pipeline: {key}"):
+                    _is(number, int, f"pipeline: {key}")
+    return _built("pipeline", lambda: Pipeline(**values))
 
 
 def _write(node: Any, path: Path, indent: str, plan: Plan) -> str:

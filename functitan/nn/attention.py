@@ -1,4 +1,4 @@
-"""Grouped-query attention, and which tokens see which."""
+"""Grouped-query attention."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from functitan._torch import is_distributed
+from functitan.nn.visibility import Visibility, attention_mask
 
 
 def attention(
@@ -20,7 +21,7 @@ def attention(
     causal: bool,
     window: int | None = None,
     documents: Tensor | None = None,
-    mask: Tensor | None = None,
+    mask: Tensor | Visibility | None = None,
     scale: float | None = None,
     implementation: Literal["fused", "plain"] = "fused",
 ) -> Tensor:
@@ -28,7 +29,10 @@ def attention(
 
     Query head ``h`` uses key/value head ``h // (heads / kv_heads)``. All given restrictions hold at once; a token that
     sees nothing gets zeros. Only causal attention runs without a mask in memory; the others build one of
-    ``B * S * S`` elements, so make it once with :func:`attention_mask` where several layers share it.
+    ``B * S * S`` elements, so make it once with :func:`visibility` where several layers share it.
+
+    Over a mesh each rank has its part of the batch and of the heads. Where the sequence is split over the axis cp it
+    stays so, by the method of the plan in force (see ``sharding_specs.ContextParallel``), and masks are made in parts.
 
     Args:
         q: [batch, seq, heads, head_dim].
@@ -37,8 +41,8 @@ def attention(
         causal: no token sees a later one. Needs seq == kv_seq; otherwise say who sees whom with ``mask``.
         window: a token sees at most this many tokens backwards, itself included (and forwards, if not causal).
         documents: int, [batch, seq]; a token sees only those of its own document.
-        mask: bool, broadcastable to [batch, heads, seq, kv_seq], true where the query may see the key; from
-            :func:`attention_mask`, or any other.
+        mask: from :func:`visibility`; or bool, broadcastable to [batch, heads, seq, kv_seq], true where the query may
+            see the key, from :func:`attention_mask` or any other.
         scale: None for ``head_dim ** -0.5``.
         implementation: "fused" is torch's scaled_dot_product_attention (a flash kernel on CPUs and GPUs); "plain" is
             four operators with all scores in memory, for what the kernels lack: forward mode (jvp) and second
@@ -52,81 +56,44 @@ def attention(
         TypeError: the mask is not bool.
     """
     _check_heads(q, k, v)
-    _check_same_length(q, k, causal, window, documents)
-    batch, seq, kv_seq = q.shape[0], q.shape[1], k.shape[1]
+    sees = Visibility(causal, window, documents)
+    if isinstance(mask, Visibility):
+        sees, mask = _joined(sees, mask), None
+    _check_same_length(q, k, sees)
     if mask is not None:
-        _check_mask(mask, (batch, q.shape[2], seq, kv_seq))
-    only_causal = causal and window is None and documents is None and mask is None
-    if window is not None or documents is not None or (causal and not only_causal):
-        if documents is not None and tuple(documents.shape) != (batch, seq):
-            raise ValueError(f"attention: documents {list(documents.shape)} must be [batch, seq] = [{batch}, {seq}]")
-        visible = attention_mask(torch.arange(seq, device=q.device), causal=causal, window=window, documents=documents)
-        mask = visible if mask is None else mask & visible
+        _check_mask(mask, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    if sees.documents is not None and tuple(sees.documents.shape) != tuple(q.shape[:2]):
+        raise ValueError(
+            f"attention: documents {list(sees.documents.shape)} must be [batch, seq] = {list(q.shape[:2])}"
+        )
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     if implementation not in ("fused", "plain"):
         raise ValueError(f"attention: implementation={implementation!r}; legal: 'fused', 'plain'")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
         if implementation == "fused":
-            return _fused(q, k, v, mask, scale, only_causal)
-        if only_causal:
-            mask = attention_mask(torch.arange(seq, device=q.device), causal=True)
+            return _fused(q, k, v, mask, scale, causal)
+        if causal:
+            mask = attention_mask(torch.arange(q.shape[1], device=q.device), causal=True)
         return _plain(q, k, v, mask, scale)
 
-    if any(map(is_distributed, (q, k, v, mask))):
+    if any(map(is_distributed, (q, k, v, mask, sees.documents))):
         from functitan.sharding import ops
 
-        return ops.attention(attend, q, k, v, mask)
-    return attend(q, k, v, mask)
+        return ops.attention(attend, q, k, v, sees, mask, scale=scale, blockwise=implementation == "fused")
+    return attend(q, k, v, *sees.combined(mask, q.shape[1], q.device))
 
 
-def attention_mask(
-    positions: Tensor,
-    kv_positions: Tensor | None = None,
-    *,
-    causal: bool,
-    window: int | None = None,
-    documents: Tensor | None = None,
-    kv_documents: Tensor | None = None,
-) -> Tensor:
-    """True where a query may see a key.
-
-    Args:
-        positions: int, [seq] or [batch, seq]: places in the row. Places within a document serve as well, if
-            ``documents`` is given, because only tokens of one document are compared.
-        kv_positions: the keys' places, [kv_seq] or [batch, kv_seq]; None if they are the queries'.
-        causal: a query sees no later key.
-        window: a query sees keys less than ``window`` places away.
-        documents: int, [batch, seq], the document of each query.
-        kv_documents: the document of each key, [batch, kv_seq]; None if they are the queries'.
-
-    Returns:
-        bool, [batch, 1, seq, kv_seq]; batch is 1 where nothing depends on it.
-
-    Raises:
-        ValueError: window is less than 1, or documents do not have the length of the positions.
-    """
-    if window is not None and window < 1:
-        raise ValueError(f"attention_mask: window={window} must be at least 1 (a token sees itself), or None")
-    kv_positions = positions if kv_positions is None else kv_positions
-    kv_documents = documents if kv_documents is None else kv_documents
-    for what, ids, places in (("", documents, positions), ("kv_", kv_documents, kv_positions)):
-        if ids is not None and ids.shape[-1] != places.shape[-1]:
-            raise ValueError(
-                f"attention_mask: {what}documents {list(ids.shape)} and {what}positions {list(places.shape)} must have "
-                "one length"
-            )
-    distance = positions.unsqueeze(-1) - kv_positions.unsqueeze(-2)
-    visible = None
-    if causal:
-        visible = distance >= 0
-    if window is not None:
-        visible = _both(visible, (distance if causal else distance.abs()) < window)
-    if documents is not None:
-        visible = _both(visible, documents.unsqueeze(-1) == kv_documents.unsqueeze(-2))
-    if visible is None:
-        visible = torch.ones_like(distance, dtype=torch.bool)
-    return visible.unsqueeze(-3) if visible.ndim == 3 else visible[None, None]
+def _joined(a: Visibility, b: Visibility) -> Visibility:
+    """Both restrictions at once; the mask of ``b`` serves where ``a`` adds nothing."""
+    if a.documents is not None and b.documents is not None and a.documents is not b.documents:
+        raise ValueError("attention: documents are given, and other ones in the mask from visibility; give them once")
+    windows = [window for window in (a.window, b.window) if window is not None]
+    window = min(windows) if windows else None
+    documents = b.documents if a.documents is None else a.documents
+    causal = a.causal or b.causal
+    same = (causal, window) == (b.causal, b.window) and documents is b.documents
+    return b if same else Visibility(causal, window, documents)
 
 
 def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, causal: bool) -> Tensor:
@@ -155,10 +122,6 @@ def _repeat_heads(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], dim=2)
 
 
-def _both(a: Tensor | None, b: Tensor) -> Tensor:
-    return b if a is None else a & b
-
-
 def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.ndim != 4:
@@ -174,10 +137,10 @@ def _check_heads(q: Tensor, k: Tensor, v: Tensor) -> None:
         )
 
 
-def _check_same_length(q: Tensor, k: Tensor, causal: bool, window: int | None, documents: Tensor | None) -> None:
+def _check_same_length(q: Tensor, k: Tensor, sees: Visibility) -> None:
     if q.shape[1] == k.shape[1]:
         return
-    given = {"causal": causal, "window": window is not None, "documents": documents is not None}
+    given = {"causal": sees.causal, "window": sees.window is not None, "documents": sees.documents is not None}
     named = [name for name, is_given in given.items() if is_given]
     if named:
         raise ValueError(

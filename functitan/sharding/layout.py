@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from functitan.compiler.plan import Plan
+    from sharding_specs import Rules
 
 _state = threading.local()
 
@@ -50,13 +51,48 @@ def current() -> Layout | None:
     return getattr(_state, "layout", None)
 
 
+def pipelined() -> Plan | None:
+    """The plan in force on this thread, if its layers go through the stages of a pipeline, and no stage is running."""
+    return getattr(_state, "pipelined", None)
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """Within it, on this thread, this process runs a plan whose one axis is ``pp`` alone: all stages, in turn.
+
+    For tests and debugging: the same schedule, the same graphs and the same numbers as on ranks, on plain tensors.
+    """
+    before = getattr(_state, "one_process", False)
+    _state.one_process = True
+    try:
+        yield
+    finally:
+        _state.one_process = before
+
+
+def is_plain(plan: Plan) -> bool:
+    """Whether a plan is run on plain tensors: on one device, or by :func:`one_process`.
+
+    Raises:
+        ValueError: inside ``one_process``, the mesh has another axis than pp.
+    """
+    if plan.mesh.size == 1 or not getattr(_state, "one_process", False):
+        return plan.mesh.size == 1
+    if plan.mesh.size != plan.mesh.get("pp", 1):
+        raise ValueError(
+            f"one_process() runs pipelines whose stages are one device each; {plan.mesh} splits them further: start "
+            f"{plan.mesh.size} ranks, or give every axis but pp the size 1"
+        )
+    return True
+
+
 def layout_of(plan: Plan | None) -> Layout | None:
     """What :func:`use_plan` puts in force: the plan on its ranks; of no plan, or one of one device, what is already.
 
     Raises:
         RuntimeError: there is no process group of the mesh's size.
     """
-    if plan is None or plan.mesh.size == 1:
+    if plan is None or is_plain(plan):
         return current()
     from functitan.compiler.mesh import device_mesh
 
@@ -84,25 +120,48 @@ def use_plan(plan: Plan | None) -> Iterator[None]:
     if plan is None:
         yield
         return
-    if plan.mesh.size == 1:
-        rules, _state.rules = getattr(_state, "rules", None), plan.rules
-        try:
+    pipelined = plan if plan.pipeline is not None else None
+    if is_plain(plan):
+        with _holding(rules=plan.rules, pipelined=pipelined):
             yield
-        finally:
-            _state.rules = rules
         return
+    with use_layout(layout_of(plan)), _holding(pipelined=pipelined):
+        yield
+
+
+@contextmanager
+def use_layout(layout: Layout) -> Iterator[None]:
+    """As :func:`use_plan`, of a plan on a mesh that is made already; within it no pipeline is in force."""
     from functitan.sharding.guard import Guard
 
-    before, layout = current(), layout_of(plan)
     with ExitStack() as stack:
         stack.enter_context(implicit_replication())
-        if before is None:
+        if current() is None:
             stack.enter_context(Guard())
-        _state.layout = layout
-        try:
+        stack.enter_context(_holding(layout=layout, pipelined=None))
+        yield
+
+
+@contextmanager
+def in_stage(layout: Layout | None, rules: Rules) -> Iterator[None]:
+    """Within it one stage of a pipeline is computed: on the mesh of a stage, or, where it is None, on one device."""
+    if layout is None:
+        with _holding(layout=None, rules=rules, pipelined=None):
             yield
-        finally:
-            _state.layout = before
+        return
+    with use_layout(layout):
+        yield
+
+
+@contextmanager
+def _holding(**values: Any) -> Iterator[None]:
+    """Puts values in force on this thread, and what was in force before behind it."""
+    before = {name: getattr(_state, name, None) for name in values}
+    _state.__dict__.update(values)
+    try:
+        yield
+    finally:
+        _state.__dict__.update(before)
 
 
 def laid_out_as(like: Tensor, x: Tensor) -> Tensor:

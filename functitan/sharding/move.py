@@ -138,11 +138,11 @@ def _wrap(local: Tensor, mesh: DeviceMesh, placements: Placements, shape: torch.
         raise ValueError(
             f"a tensor on {local.device} is no part of one on a mesh of {mesh.device_type} devices; move it there first"
         )
-    stride = _stride_like(local, shape)
+    stride = stride_like(local, shape)
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
-def _stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+def stride_like(local: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a dense tensor of the whole shape, its dims nested as those of the local one are."""
     strides, step = [0] * len(shape), 1
     for dim in sorted(range(len(shape)), key=lambda d: (local.stride(d), -d)):
@@ -213,5 +213,5 @@ def region(
 
 __all__ = [
     "DTensor", "Partial", "Placement", "Placements", "Replicate", "Shard", "complete", "from_local", "move",
-    "redistribute", "region", "to_local", "use_parameter",
+    "redistribute", "region", "stride_like", "to_local", "use_parameter",
 ]  # fmt: skip

@@ -8,6 +8,7 @@ the local parts is what is called there on whole tensors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from functitan._torch import is_distributed
 from functitan.sharding import layout
+from functitan.sharding.context.order import axis_of, check_laid_out, check_order, in_layout_order
 from functitan.sharding.move import (
     DTensor,
     Partial,
@@ -28,6 +30,9 @@ from functitan.sharding.move import (
     to_local,
     use_parameter,
 )
+
+if TYPE_CHECKING:
+    from functitan.nn.visibility import Visibility
 
 
 def mesh_of(*tensors: Tensor | None) -> DeviceMesh:
@@ -147,37 +152,56 @@ def normalise(fun: Callable[..., Tensor], x: Tensor, *scales: Tensor | None) -> 
 
 
 def attention(
-    fun: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor],
+    attend: Callable[[Tensor, Tensor, Tensor, Tensor | None, bool], Tensor],
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sees: Visibility,
     mask: Tensor | None,
+    *,
+    scale: float,
+    blockwise: bool,
 ) -> DTensor:
-    """Attention over whole sequences, each rank with its part of the batch and of the heads.
+    """Attention, each rank with its part of the batch, of the heads, and over cp of the queries' sequence.
 
     Query heads and key/value heads are split alike, so that a rank has the key/value heads of its query heads.
+
+    Args:
+        attend: attention on plain tensors: ``attend(q, k, v, mask, causal)``.
+        sees, mask: who sees whom, and of those, who may.
+        scale: of the scores.
+        blockwise: whether attention over cp may be anything else than ``attend``.
     """
-    mesh = mesh_of(q, k, v, mask)
+    mesh = mesh_of(q, k, v, mask, sees.documents)
     q, k, v = (spread(x, mesh) for x in (q, k, v))
+    context = axis_of(q, 1)
     heads, placements = k.shape[2], []
     for i, p in enumerate(q.placements):
         by_heads = p.is_shard() and p.dim == 2 and heads % mesh.size(i) == 0
         if by_heads:
             heads //= mesh.size(i)  # what another axis may split further
-        placements.append(p if by_heads or (p.is_shard() and p.dim == 0) else Replicate())
-    local_mask = None
-    if mask is not None:
-        mask = spread(mask, mesh)
-        rows = {0: 0, 2: 1}  # dims of q -> dims of the mask [batch, heads, seq, kv_seq]
-        local_mask = to_local(
-            mask,
-            [
-                Shard(rows[p.dim]) if p.is_shard() and mask.shape[rows[p.dim]] > 1 else Replicate()
-                for p in placements
-            ],
+        kept = by_heads or i == context or (p.is_shard() and p.dim == 0)
+        placements.append(p if kept else Replicate())
+    if context is not None:
+        from functitan.sharding.context.attention import attention as over_context
+
+        return over_context(
+            attend, q, k, v, sees, mask, placements=tuple(placements), axis=context, scale=scale, blockwise=blockwise
         )
-    y = fun(*(to_local(x, placements) for x in (q, k, v)), local_mask)
+    check_order(q)
+    whole, causal = sees.combined(mask, q.shape[1], q.device)
+    local_mask = None
+    if whole is not None:
+        whole = spread(whole, mesh)
+        local_mask = to_local(whole, mask_placements(whole, placements))
+    y = attend(*(to_local(x, placements) for x in (q, k, v)), local_mask, causal)
     return from_local(y, mesh, placements, q.shape)
+
+
+def mask_placements(mask: Tensor, placements: Sequence[Placement]) -> list[Placement]:
+    """How a mask [batch, heads, seq, kv_seq] goes with queries [batch, seq, heads, head_dim] in these placements."""
+    dims = {0: 0, 1: 2, 2: 1}
+    return [Shard(dims[p.dim]) if p.is_shard() and mask.shape[dims[p.dim]] > 1 else Replicate() for p in placements]
 
 
 def rotate(fun: Callable[..., Tensor], x: Tensor, *table: Tensor) -> DTensor:
@@ -187,6 +211,8 @@ def rotate(fun: Callable[..., Tensor], x: Tensor, *table: Tensor) -> DTensor:
     placements = whole_in(x, -1)
     local = []
     for t in table:
+        if t.ndim > 2 and t.shape[-3] > 1 and axis_of(x, -3) is not None:
+            check_laid_out(t, "rotary: the table")
         t, ahead = spread(t, mesh), x.ndim - t.ndim
         local.append(
             to_local(
@@ -202,7 +228,19 @@ def rotate(fun: Callable[..., Tensor], x: Tensor, *table: Tensor) -> DTensor:
 
 
 def dropout(fun: Callable[[Tensor, tuple], Tensor], x: DTensor) -> DTensor:
-    """``fun(local, region)``: the mask of the region of the whole tensor that this rank holds."""
+    """``fun(local, region)``: the mask of the region of the whole tensor that this rank holds.
+
+    A sequence in balanced order is taken piece by piece, each with the region where it stands naturally.
+    """
     placements = complete(x.placements)
     span = region(x.shape, x.device_mesh, placements)
-    return from_local(fun(to_local(x, placements), span), x.device_mesh, placements, x.shape)
+    local = to_local(x, placements)
+    pieces = in_layout_order(x, span)
+    if pieces is None:
+        y = fun(local, span)
+    else:
+        dim, runs = pieces
+        y = torch.cat(
+            [fun(local.narrow(dim, at, run[1]), (*span[:dim], run, *span[dim + 1 :])) for at, run in runs], dim
+        )
+    return from_local(y, x.device_mesh, placements, x.shape)

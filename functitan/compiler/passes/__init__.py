@@ -55,12 +55,22 @@ def run_passes(graph: Graph, donated: Collection[int], names: Sequence[str]) -> 
     Args:
         donated: numbers of the inputs whose memory may be overwritten.
     """
-    names = check_passes(names)
-    for name in names:
+    run_functional(graph, donated, names)
+    own_outputs(graph, donated)
+    run_others(graph, donated, names)
+
+
+def run_functional(graph: Graph, donated: Collection[int], names: Sequence[str]) -> None:
+    """Those of the named passes that leave a functional graph."""
+    for name in check_passes(names):
         if name in FUNCTIONAL:
             PASSES[name](graph, donated)
-    own_outputs(graph, donated)
-    for name in names:
+    graph.lint()
+
+
+def run_others(graph: Graph, donated: Collection[int], names: Sequence[str]) -> None:
+    """The rest of the named passes, which put operators in order and write into memory; ``donated`` as above."""
+    for name in check_passes(names):
         if name not in FUNCTIONAL:
             PASSES[name](graph, donated)
     graph.lint()

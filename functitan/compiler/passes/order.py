@@ -13,7 +13,7 @@ from collections.abc import Collection
 from torch.fx import Graph, Node
 
 from functitan._torch import OpOverload
-from functitan.compiler.graphs import stable_sort, value
+from functitan.compiler.graphs import is_call, stable_sort, value
 
 # Nodes up to this size are free to keep, and join nothing: step counts, norms, the learning rate.
 _SCALAR_NUMEL = 1024
@@ -45,9 +45,10 @@ def _tail(nodes: list[Node]) -> set[Node]:
 
 
 def _is_heavy(node: Node) -> bool:
-    """Whatever is neither elementwise, a view nor a reduction: products, attention, convolutions, collectives."""
+    """Whatever is neither elementwise, a view nor a reduction: products, attention, convolutions, collectives, and the
+    stages of a pipeline."""
     if not isinstance(node.target, OpOverload):
-        return False
+        return is_call(node)
     packet = node.target.overloadpacket.__name__
     heavy = ("mm", "bmm", "addmm", "baddbmm", "convolution", "embedding_dense_backward")
     return packet in heavy or "attention" in packet or node.target.namespace != "aten"
