@@ -75,7 +75,7 @@ def refusals(rank):
     with pytest.raises(ValueError, match="state/params/embed is on the mesh .*, and the plan on"):
         jitted(ft.init_state(other, random.key(0), optimizer), ft.shard_batch(plan, rows))
     uneven = ft.jit(parts(Case({"fsdp": 2}, accumulation=3))[2], plan)
-    with pytest.raises(ValueError, match="a batch of 16 rows .8 on this rank. does not divide into accumulation=3"):
+    with pytest.raises(ValueError, match="a batch of 16 rows .8 on this rank. does not divide into 3 parts"):
         uneven(state, ft.shard_batch(plan, rows))
     with pytest.raises(ValueError, match="same number of rows, .* they have {'x': 4, 'y': 3}"):
         ft.shard_batch(plan, {"x": torch.ones(4, 2), "y": torch.ones(3)})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from train.errors import UserError
 
@@ -48,7 +48,7 @@ def plot_timeline(timeline: Timeline, path: Path | str) -> Path:
     return path
 
 
-def _draw_boxes(timeline: Timeline, axes: object, inches: float) -> None:
+def _draw_boxes(timeline: Timeline, axes: Any, inches: float) -> None:
     from matplotlib.patches import Rectangle
 
     makespan, schedule = timeline.makespan, timeline.schedule
@@ -64,7 +64,7 @@ def _draw_boxes(timeline: Timeline, axes: object, inches: float) -> None:
             axes.text(row.start + length / 2, row.rank, text, ha="center", va="center", fontsize=size)
 
 
-def _label(timeline: Timeline, axes: object) -> None:
+def _label(timeline: Timeline, axes: Any) -> None:
     from matplotlib.patches import Patch
 
     schedule = timeline.schedule

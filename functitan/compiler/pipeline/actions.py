@@ -109,9 +109,13 @@ class Schedule:
 
         Returns:
           In order of start, and at one time in order of ranks.
+
+        Raises:
+          ValueError: ranks wait for each other for ever, which :func:`schedule_of` lets no schedule do.
         """
         timed, stuck = simulate(self.order, self.stages, self.stage_ranks, duration, send)
-        assert not stuck, "a Schedule is checked when it is made"
+        if stuck:
+            raise ValueError(f"the schedule {self.name} cannot go on: {stuck[0][1]} never gets what it needs")
         return timed
 
     def with_sends(self) -> tuple[tuple[Action, ...], ...]:
@@ -260,10 +264,10 @@ def _deadlock(
     """An action that cannot run and where the one stands that it needs: on its own rank, if any stuck rank has both."""
     makers = {given: action for action in where if (given := action.gives())}
     own = [one for one in stuck if stage_ranks[makers[one[2]].stage] == one[0]]
-    rank, action, missing = (own or stuck)[0]
+    _, action, missing = (own or stuck)[0]
     maker = makers[missing]
+    waiting = ", ".join(f"{rank} at {head}" for rank, head, _ in stuck)
     return (
         f"{where[action]}: {action} needs {maker} ({where[maker]}) to come before it; "
-        f"as it is, rank{'s wait' if len(stuck) > 1 else ' waits'} for ever: "
-        f"{', '.join(f'{rank} at {action}' for rank, action, _ in stuck)}"
+        f"as it is, rank{'s wait' if len(stuck) > 1 else ' waits'} for ever: {waiting}"
     )
