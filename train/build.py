@@ -14,6 +14,7 @@ from models import llama
 from sharding_specs import SpecError
 from train.config import OptimConfig, RunConfig, TrainConfig
 from train.config_text import ConfigError
+from train.layout import plan_of
 from train.step import Model
 
 
@@ -25,26 +26,31 @@ class Parts:
     plan: ft.Plan
     optimizer: optim.GradientTransformation
     schedule: optim.Schedule
+    train_parts: int
+    """How many parts a step takes its batch in: accumulation x the microbatches of the pipeline, if there is one."""
+    eval_parts: int
+    """How many an evaluation does: the microbatches of the pipeline."""
 
 
 def build(config: RunConfig, devices: int = 1) -> Parts:
     """The parts that ``config`` describes, its mesh filled up to ``devices``. Allocates nothing.
 
     Raises:
-        ConfigError: the mesh does not fit the devices, or the parameters do not fit the mesh.
+        ConfigError: the mesh does not fit the devices, or the parameters, the batch or the stages do not fit it.
     """
-    params = llama.declare(config.model)
     try:
-        mesh = config.mesh.spec().resolve(devices)
-        plan = ft.compile_specs(params, config.rules.rules(), mesh, precision=build_precision(config.train))
+        plan = plan_of(config, devices, build_precision(config.train))
     except SpecError as error:
         raise ConfigError([str(problem) for problem in error.problems]) from error
     schedule = build_schedule(config.optim, config.train.steps)
+    microbatches = 1 if plan.pipeline is None else plan.pipeline.microbatches
     return Parts(
         model=build_model(config),
         plan=plan,
-        optimizer=build_optimizer(config.optim, schedule, params),
+        optimizer=build_optimizer(config.optim, schedule, plan.params),
         schedule=schedule,
+        train_parts=config.train.accumulation * microbatches,
+        eval_parts=microbatches,
     )
 
 

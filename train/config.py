@@ -6,8 +6,6 @@ that is wrong with one, :func:`dump` writes it as YAML and ``parse(dump(config))
 
 from __future__ import annotations
 
-import math
-import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -15,15 +13,14 @@ import attrs
 import tyro
 from attrs import frozen
 
-import sharding_specs
 from functitan.compiler import passes
-from models import llama
 from models.llama import LlamaConfig
-from sharding_specs import STANDARD_NAMES, BatchSpec, MeshSpec
+from sharding_specs import STANDARD_NAMES
 from train.checkpoint import CheckpointConfig
 from train.config_text import ConfigError, from_yaml, load_yaml, near, to_yaml
 from train.data.config import DataConfig, config_problems
-from train.layout_config import AXES, UNEVEN_NAMES, MeshConfig, PipelineConfig, RulesConfig
+from train.layout import layout_problems
+from train.layout_config import RUNNABLE_AXES, UNEVEN_NAMES, ContextConfig, MeshConfig, PipelineConfig, RulesConfig
 
 VERSION = 1
 """Of the fields below: raised whenever a field changes its name or meaning."""
@@ -39,7 +36,8 @@ class TrainConfig:
     seq_len: int = 256
     """Tokens in a sequence."""
     accumulation: int = 1
-    """Micro-steps in one step: the batch is taken in so many parts, one by one. Saves memory, changes no number."""
+    """Micro-steps in one step: the batch is taken in so many parts, one by one. Saves memory, and changes no number but
+    what dropout draws."""
     eval_every: int = 100
     """Steps between two evaluations on held-out data; 0: never."""
     eval_batches: int = 8
@@ -116,6 +114,8 @@ class RunConfig:
     """Which mesh axes split which dims."""
     pipeline: PipelineConfig = attrs.field(factory=PipelineConfig)
     """How a step goes through the stages of a pipeline."""
+    context: ContextConfig = attrs.field(factory=ContextConfig)
+    """How attention runs over a sequence that is split."""
     jit: JitConfig = attrs.field(factory=JitConfig)
     """How the step is compiled."""
     checkpoint: CheckpointConfig = attrs.field(factory=CheckpointConfig)
@@ -169,19 +169,15 @@ def validate(config: RunConfig, devices: int | None = None) -> list[str]:
         *_jit(config.jit),
         *_rules(config.rules),
         *config_problems(config.data),
-        *_layout(config, devices),
+        *layout_problems(config, devices),
     ]
-
-
-RUNNABLE_AXES = ("dp", "fsdp", "tp")
-"""The axes that this version trains over. Layouts over the others can be declared and checked, and no more yet."""
 
 
 def unsupported(config: RunConfig, devices: int) -> list[str]:
     """What is right in a configuration that :func:`validate` finds no fault with, and cannot be trained yet."""
     return [
-        f"mesh.{axis}: is {size}, but this version runs {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]}; cp, "
-        "pp and ep come later: give 1"
+        f"mesh.{axis}: is {size}, but this version runs {', '.join(RUNNABLE_AXES[:-1])} and {RUNNABLE_AXES[-1]}; "
+        "the others come later: give 1"
         for axis, size in config.mesh.spec().resolve(devices).items()
         if size > 1 and axis not in RUNNABLE_AXES
     ]
@@ -278,29 +274,3 @@ def _rules(rules: RulesConfig) -> list[str]:
         for name in rules.uneven
         if name not in UNEVEN_NAMES
     ]
-
-
-def _layout(config: RunConfig, devices: int | None) -> list[str]:
-    """The model, batch and sequence by themselves and against the mesh, and the mesh against the devices."""
-    mesh, train = config.mesh.spec(), config.train
-    batch = BatchSpec(train.batch_size, train.seq_len, accumulation=train.accumulation)
-    if devices is None:
-        devices = math.prod(size for size in mesh.sizes if size >= 1)
-    broken = config.model.validate()
-    params = {} if broken else llama.declare(config.model)
-    found = sharding_specs.check(params, config.rules.rules(), mesh, batch, devices)
-    # Against the devices without the axes that nothing can be trained over yet, lest they be offered as a way out.
-    offered = MeshSpec(**{axis: size for axis, size in mesh.items() if axis in RUNNABLE_AXES or size != 1})
-    found = [*offered.problems(devices), *(problem for problem in found if problem not in mesh.problems(devices))]
-    options = {f"mesh/{axis}": f"mesh.{axis}" for axis in AXES}
-    options |= {f"rules/{name}": f"rules.{name}" for name in STANDARD_NAMES}
-    options |= {"batch/size": "train.batch_size"}
-    options |= {f"batch/{name}": f"train.{name}" for name in ("seq_len", "accumulation")}
-    layout = [str(attrs.evolve(problem, path=options.get(problem.path, problem.path))) for problem in found]
-    return [f"model: {problem}" for problem in broken] + [_with_options(problem) for problem in layout]
-
-
-def _with_options(text: str) -> str:
-    """A hint to change the rules in Python as the options that do it."""
-    text = re.sub(r'rules\.allow_uneven\("(\w+)"\)', r"--rules.uneven \1", text)
-    return re.sub(r'rules\.replace\((\w+)="(\w+)"\)', r"--rules.\1 \2", text)

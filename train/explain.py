@@ -19,9 +19,10 @@ from attrs import frozen
 
 from models import llama
 from train import options
-from train.config import RUNNABLE_AXES, RunConfig, validate
+from train.config import RunConfig, validate
 from train.config_text import ConfigError
 from train.errors import UserError
+from train.layout_config import RUNNABLE_AXES
 from train.options import RunOptions
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def capture(config: RunConfig, layers: int | None = None) -> tuple[Captured, Pla
     if layers is not None:
         config = attrs.evolve(config, model=attrs.evolve(config.model, n_layers=layers))
     parts = build(config, config.mesh.spec().size)
-    step = make_train_step(parts.model, parts.optimizer, parts.schedule, config.train.accumulation)
+    step = make_train_step(parts.model, parts.optimizer, parts.schedule, parts.train_parts)
     step = ft.jit(step, parts.plan, donate=("state",), passes=config.jit.passes)
     state = ft.abstract_state(parts.plan, parts.optimizer)
     batch = ft.abstract_batch(parts.plan, BATCH_ARRAYS, config.train.batch_size, config.train.seq_len)

@@ -63,7 +63,8 @@ def _whole_params(ranks: Ranks, parts: Parts, state: TrainState) -> Any | None:
     if not ranks.from_first(2 * parts.plan.param_bytes < free_memory(ranks.device)):
         return None
     # Leaf by leaf, so that the other ranks never hold more than one whole leaf.
-    whole = [value if ranks.is_first else None for value in map(ft.gather, tree.leaves(state.params))]
+    gathered = (ft.gather(leaf, parts.plan) for leaf in tree.leaves(state.params))
+    whole = [value if ranks.is_first else None for value in gathered]
     return tree.unflatten(tree.structure(state.params), whole) if ranks.is_first else None
 
 

@@ -6,11 +6,14 @@ from typing import Literal
 
 from attrs import frozen
 
-from sharding_specs import PRESETS, STANDARD_NAMES, MeshSpec, Rules
+from sharding_specs import PRESETS, STANDARD_NAMES, ContextParallel, MeshSpec, Rules
 from sharding_specs.rules import DATA_NAMES
 
 AXES = ("pp", "dp", "fsdp", "ep", "cp", "tp")
 """Mesh axes, outermost first: the axes that communicate most vary fastest, so that their ranks share a machine."""
+
+RUNNABLE_AXES = ("pp", "dp", "fsdp", "cp", "tp")
+"""The axes that this version trains over. Layouts over the others can be declared and checked, and no more yet."""
 
 
 @frozen
@@ -92,9 +95,25 @@ class PipelineConfig:
     each rank, one rank a line."""
     microbatches: int | None = None
     """Parts that each accumulation part of the batch is taken in. None: the fewest with which the schedule works, at
-    least twice mesh.pp."""
+    least twice mesh.pp. Dropout draws other numbers where a step has other parts in all."""
     stages_per_rank: int | None = None
     """Stages of one rank. None: what the schedule wants: 1, or 2 for the interleaved and the V-shaped ones."""
     layers: str = "auto"
     """How many layers each stage has: auto (as equal in work as they can be, embedding and output head counted),
     equal, or a number for each stage, such as 3,4,4,3."""
+
+
+@frozen
+class ContextConfig:
+    """How attention runs over a sequence that is split, where mesh.cp is above 1."""
+
+    method: Literal["auto", "ring", "all_gather", "ulysses"] = "auto"
+    """ring: keys and values go round the ranks while they compute. all_gather: each rank gathers all of them. ulysses:
+    the ranks change from parts of the sequence to heads and back. auto: ring, or ulysses where it sends less."""
+    layout: Literal["auto", "balanced", "contiguous"] = "auto"
+    """balanced: each rank has an early and a late part of the sequence, which is equal work where tokens see those
+    before them only. contiguous: one part. auto: balanced where that helps and the sequence divides."""
+
+    def wanted(self) -> ContextParallel:
+        """What :func:`functitan.compile_specs` is asked for."""
+        return ContextParallel(self.method, self.layout)

@@ -175,13 +175,13 @@ def _load(parts: Parts, found: checkpoint.Checkpoint, ranks: Ranks) -> TrainStat
 
 def _train(this: _Run, begin: int, stop: list[int]) -> int:
     """Runs the steps from ``begin`` on, until a rank's ``stop`` has a signal; returns that, or 0 at the end."""
-    config, every, plan = this.config, this.config.train, this.parts.plan
+    config, every, parts = this.config, this.config.train, this.parts
     options = {"passes": config.jit.passes, "inductor": config.jit.inductor}
-    train_step = make_train_step(this.parts.model, this.parts.optimizer, this.parts.schedule, every.accumulation)
-    train_step = ft.jit(train_step, plan, donate=("state",), **options)
-    eval_step = ft.jit(make_eval_step(this.parts.model), plan, **options)
+    train_step = make_train_step(parts.model, parts.optimizer, parts.schedule, parts.train_parts)
+    train_step = ft.jit(train_step, parts.plan, donate=("state",), **options)
+    eval_step = ft.jit(make_eval_step(parts.model, parts.eval_parts), parts.plan, **options)
     meter = _Meter(this, begin)
-    rows = _batch_rows(this.parts, config, this.ranks)
+    rows = _batch_rows(parts, config, this.ranks)
     batches = train_batches(this.data.train, every.batch_size, int(this.state.data["position"]), rows=rows)
     with contextlib.closing(batches) as loader, contextlib.nullcontext() if config.jit.enabled else ft.disable_jit():
         for step in range(begin + 1, every.steps + 1):
