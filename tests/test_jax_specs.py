@@ -4,14 +4,22 @@ import subprocess
 import sys
 from collections import OrderedDict
 
+import attrs
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from functitan import tree
+from functitan.compiler.pipeline.stages import make_pipeline
 from functitan.compiler.plan import compile_specs
-from functitan.interop.jax import from_partition_spec, mesh_shape, mesh_spec, to_partition_spec
+from functitan.interop.jax import (
+    from_partition_spec,
+    mesh_shape,
+    mesh_spec,
+    param_partition_spec,
+    to_partition_spec,
+)
 from models.llama import SIZES, declare
 from sharding_specs import PRESETS, MeshSpec, P, Rules
 
@@ -99,12 +107,35 @@ def test_meshes_that_are_none_are_refused():
     ids=["data", "tensor", "all", "replicated"],
 )
 def test_shards_of_a_llama_have_the_shapes_that_jax_gives_them(size, rules, mesh):
-    plan = compile_specs(declare(SIZES[size]), rules, mesh)
+    params = declare(SIZES[size])
+    pipeline = make_pipeline(params, rules, mesh, split="equal") if mesh.get("pp", 1) > 1 else None
+    plan = compile_specs(params, rules, mesh, pipeline=pipeline)
     shape = mesh_shape(plan.mesh)
     abstract = jax.sharding.AbstractMesh(tuple(shape.values()), tuple(shape))
     for path, param in tree.leaves_with_path(plan.params):
-        sharding = NamedSharding(abstract, to_partition_spec(plan.spec(path)))
+        sharding = NamedSharding(abstract, param_partition_spec(plan, path))
         assert sharding.shard_shape(param.shape) == plan.shard_shape(path) == plan.local_shape(path, mesh.size - 1)
+
+
+@pytest.mark.parametrize(
+    ("n_layers", "schedule", "split", "message"),
+    [
+        (8, "1F1B", "5,3", r'rank 0 of pp=2 holds the layers 0 to 4 of 8, .* Make the pipeline with split="equal", or'),
+        (8, "1F1B", "3,5", "holds the layers 0 to 2 of 8"),
+        (8, "Interleaved1F1B", "equal", r"0 to 1, 4 to 5 of 8.* one stage a rank \(GPipe, 1F1B\) and split="),
+        (8, "ZBVZeroBubble", "equal", "0 to 1, 6 to 7 of 8"),
+        (9, "1F1B", "equal", r"0 to 4 of 9.* Take pp=3 or 9, or take the parameters to JAX whole"),
+        (9, "Interleaved1F1B", "1,3,4,1", "holds the layers 0, 4 to 7 of 9"),
+    ],
+)
+def test_stages_that_jax_has_no_layout_for_are_refused(n_layers, schedule, split, message):
+    params = declare(attrs.evolve(SIZES["debug"], n_layers=n_layers))
+    rules, mesh = PRESETS["all"], MeshSpec(pp=2, fsdp=2)
+    pipeline = make_pipeline(params, rules, mesh, schedule, split=split)
+    plan = compile_specs(params, rules, mesh, pipeline=pipeline)
+    with pytest.raises(ValueError, match=f"^layers/wq: .*{message}"):
+        param_partition_spec(plan, "layers/wq")
+    assert param_partition_spec(plan, "norm") == to_partition_spec(plan.spec("norm"))
 
 
 def test_each_rank_holds_the_slice_that_jax_gives_to_the_device_of_that_number():
