@@ -87,8 +87,8 @@ def test_text_is_readable_and_complete():
     lines = dump(recipe("debug")).splitlines()
     assert lines[1] == "version: 1"
     assert [line for line in lines[2:] if not line.startswith((" ", "-"))] == [
-        "model:", "data:", "train:", "optim:", "mesh:", "rules:", "pipeline:", "jit:", "checkpoint:", "out: runs/debug",
-        "seed: 0",
+        "model:", "data:", "train:", "optim:", "mesh:", "rules:", "pipeline:", "context:", "jit:", "checkpoint:",
+        "out: runs/debug", "seed: 0",
     ]  # fmt: skip
     assert "  learning_rate: 0.004" in lines
 
@@ -179,7 +179,7 @@ def test_c2_mesh_against_devices_together_with_everything_else():
 
 def test_only_axes_that_can_run_are_offered_for_a_mesh_that_does_not_fit():
     (problem,) = validate(changed(mesh={"fsdp": 2}), devices=4)
-    assert problem.endswith("one change that fits: dp=2 or fsdp=4 or tp=2")
+    assert problem.endswith("one change that fits: pp=2 or dp=2 or fsdp=4 or cp=2 or tp=2")
 
 
 def test_c6_batch_that_does_not_divide_into_micro_steps():
@@ -271,10 +271,9 @@ def test_a_file_of_before_the_rules_is_read():
 
 
 def test_axes_that_this_version_does_not_run():
-    found = unsupported(changed(mesh={"cp": 2, "pp": 2, "tp": 2, "dp": -1}), 8)
-    assert [problem.split(",")[0] for problem in found] == ["mesh.pp: is 2", "mesh.cp: is 2"]
-    assert all("this version runs dp, fsdp and tp; cp, pp and ep come later" in problem for problem in found)
-    assert unsupported(changed(mesh={"dp": 2, "fsdp": -1, "tp": 2}), 8) == []
+    (problem,) = unsupported(changed(mesh={"cp": 2, "ep": 2, "tp": 2, "dp": -1}), 8)
+    assert problem.startswith("mesh.ep: is 2, but this version runs pp, dp, fsdp, cp and tp")
+    assert unsupported(changed(mesh={"pp": 2, "dp": 2, "fsdp": -1, "cp": 2, "tp": 2}), 16) == []
 
 
 def test_a_free_axis_takes_what_the_devices_leave():
@@ -348,8 +347,8 @@ def test_c3_a_misspelt_option_is_refused_and_the_near_one_named(capsys):
         (["check", "--devices", "8"], "there are 8 devices"),
         (["train", "--mesh.fsdp", "2"], "mesh: fsdp=2 needs 2 ranks, and this is one process: add --nproc 2"),
         (["train", "--nproc", "0"], "--nproc: is 0; give 1 or more"),
-        (["train", "--nproc", "4", "--mesh.fsdp", "2"], "dp=1 x fsdp=2 x tp=1 = 2, but there are 4 devices"),
-        (["train", "--nproc", "2", "--mesh.cp", "2"], "mesh.cp: is 2, but this version runs dp, fsdp and tp"),
+        (["train", "--nproc", "4", "--mesh.fsdp", "2"], "fsdp=2 x cp=1 x tp=1 = 2, but there are 4 devices"),
+        (["train", "--nproc", "2", "--mesh.ep", "2"], "mesh.ep: is 2, but this version runs pp, dp, fsdp, cp and tp"),
         (["train", "--jit.inductor", "--jit.no-enabled"], "jit.inductor: is on, but jit.enabled is off"),
         (["sample", ".", "--tokens", "0", "--temperature", "-1"], "--temperature: is -1.0; give 0 or more"),
         (["bench", "stp"], 'unknown bench \'stp\'; did you mean "step"?'),
@@ -430,9 +429,9 @@ def test_ranks_do_not_start_ranks(monkeypatch, capsys):
 def test_check_says_what_would_run_and_what_train_refuses(capsys):
     assert status("check", "--mesh.fsdp", "-1", "--mesh.tp", "2", "--devices", "4") == 0
     assert capsys.readouterr() == ("no problems found; it needs 4 ranks\n", "")
-    assert status("check", "--mesh.cp", "2") == 2
+    assert status("check", "--mesh.ep", "2") == 2
     said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith("functitan: error: train refuses it: mesh.cp: is 2")
+    assert said.out == "" and said.err.startswith("functitan: error: train refuses it: mesh.ep: is 2")
 
 
 @pytest.fixture

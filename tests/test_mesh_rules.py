@@ -290,6 +290,6 @@ def test_bfloat16_gradients_of_several_microbatches_are_added_in_float32():
         return inner.update(grads, state, params)
 
     optimizer = optim.GradientTransformation(inner.init, update)
-    step = make_train_step(functools.partial(llama.apply, cfg=model), optimizer, lambda count: 0.1, accumulation=2)
+    step = make_train_step(functools.partial(llama.apply, cfg=model), optimizer, lambda count: 0.1, parts=2)
     step(ft.init_state(plan, random.key(0), optimizer), global_batch())
     assert seen == [torch.float32]
