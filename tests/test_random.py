@@ -98,6 +98,9 @@ def test_floats_of_every_dtype_equal_jax(dtype):
         eps = torch.finfo(torch_dtype).eps
         np.testing.assert_allclose(actual, expected, rtol=ulps * eps, atol=ulps * eps)
 
+    def erf_of(values: object) -> np.ndarray:
+        return torch.erf(torch.tensor(np.asarray(values).astype("float64")) / math.sqrt(2)).numpy()
+
     for low, high in [(0.0, 1.0), (-1.0, 1.0), (2.0, 2.0), (-0.1, 0.1), (-0.37, 5.91), (1e-3, 1e3)]:
         # JAX leaves the roundings of 16-bit arithmetic on odd ranges to the processor, so they are not to the bit.
         exact = dtype == "float32" or (low, high) in [(0.0, 1.0), (-1.0, 1.0), (2.0, 2.0)]
@@ -107,7 +110,13 @@ def test_floats_of_every_dtype_equal_jax(dtype):
     for low, high in [(-2.0, 2.0), (-1.0, 3.5), (2.0, 7.0), (-10.0, 10.0), (3.0, 4.0), (-math.inf, 0.5)]:
         actual = random.truncated_normal(key, low, high, (n,), torch_dtype)
         assert low < actual.min() and actual.max() < high
-        compare(actual, jax.random.truncated_normal(jax_key, low, high, (n,), dtype), 8)
+        expected = jax.random.truncated_normal(jax_key, low, high, (n,), dtype)
+        if dtype == "float16":
+            # The uniforms in (erf(low), erf(high)) are of an odd range: where they differ by their one rounding, far
+            # out in the tail the values differ by many. So what is compared is the uniforms.
+            compare(torch.erf(actual.double() / math.sqrt(2)), erf_of(expected), 1)
+        else:
+            compare(actual, expected, 8)
     compare(random.gumbel(key, (n,), torch_dtype), jax.random.gumbel(jax_key, (n,), dtype), 8)
     compare(random.exponential(key, (n,), torch_dtype), jax.random.exponential(jax_key, (n,), dtype), 8)
 
