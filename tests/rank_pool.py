@@ -14,14 +14,18 @@ import torch.distributed as dist
 
 
 class RankPool:
-    """``size`` processes in one Gloo group that run one function after another, each within a timeout."""
+    """``size`` processes in one Gloo group that run one function after another, each within a timeout.
 
-    def __init__(self, size: int, folder: Path) -> None:
+    Args:
+        collective_timeout: seconds that a rank waits for the others in one collective.
+    """
+
+    def __init__(self, size: int, folder: Path, collective_timeout: float = 40) -> None:
         context = multiprocessing.get_context("spawn")
         self.connections, self.processes = [], []
         for rank in range(size):
             mine, theirs = context.Pipe()
-            args = (rank, size, str(folder / "store"), theirs)
+            args = (rank, size, str(folder / "store"), collective_timeout, theirs)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
             theirs.close()
@@ -48,10 +52,10 @@ class RankPool:
             process.join()
 
 
-def _serve(rank: int, size: int, store: str, connection: Any) -> None:
+def _serve(rank: int, size: int, store: str, collective_timeout: float, connection: Any) -> None:
     torch.set_num_threads(1)
     # A test that would hang fails in the ranks before the pool gives them up.
-    timeout = timedelta(seconds=40)
+    timeout = timedelta(seconds=collective_timeout)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     while True:
         try:

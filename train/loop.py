@@ -170,7 +170,8 @@ def _initial_state(parts: Parts, config: RunConfig, ranks: Ranks) -> TrainState:
 
 
 def _load(parts: Parts, found: checkpoint.Checkpoint, ranks: Ranks) -> TrainState:
-    return checkpoint.load(found.path, ft.abstract_state(parts.plan, parts.optimizer), device=ranks.device)
+    like = ft.abstract_state(parts.plan, parts.optimizer)
+    return checkpoint.load(found.path, like, plan=parts.plan, device=ranks.device)
 
 
 def _train(this: _Run, begin: int, stop: list[int]) -> int:
@@ -213,7 +214,7 @@ def _save(this: _Run, step: int, skipped_in_a_row: int) -> None:
         raise UserError(
             f"the parameters are not finite after step {step}: the run has diverged. {_advice(this)}"
         )
-    this.checkpoints.save(step, this.state)
+    this.checkpoints.save(step, this.state, this.parts.plan)
 
 
 def _advice(this: _Run) -> str:

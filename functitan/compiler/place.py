@@ -26,6 +26,8 @@ from sharding_specs.context import all_runs, runs
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from functitan.compiler.pipeline.stages import Pipeline
+
 
 def init_params(plan: Plan, key: Tensor) -> Any:
     """The initial parameters of a plan: a tree of tensors, or of DTensors where its mesh is more than one device.
@@ -205,7 +207,8 @@ def gather(x: Any, plan: Plan | None = None) -> Any:
             in natural order.
 
     Raises:
-        ValueError: there is no plan, and a dim is split over cp, or layers over pp: their order is not known.
+        ValueError: there is no plan, and a dim is split over cp, or layers over pp: their order is not known. Or the
+            layers are not in the stages of this plan.
     """
     return tree.map(lambda leaf: _gathered(leaf, plan).detach().clone(), x)
 
@@ -221,34 +224,78 @@ def _gathered(x: Tensor, plan: Plan | None) -> Tensor:
             f"gather: dim {over_cp[0]} of {list(x.shape)} is split over cp ({x.placements}), in an order that only its "
             "plan knows: gather(x, plan)"
         )
-    names = x.device_mesh.mesh_dim_names or ()
-    staged = [i for i, name in enumerate(names) if name == "pp" and x.placements[i].is_shard()]
-    if staged and plan is None:
-        raise ValueError(
-            f"gather: the layers of {list(x.shape)} are split over pp ({x.placements}), in an order that only its plan "
-            "knows: gather(x, plan)"
-        )
-    whole = _all_stages(x, plan, staged[0]) if staged else x.full_tensor()
+    axis = _stage_axis(x)
+    whole = x.full_tensor() if axis is None else _all_stages(x, _stages_of(x, axis, plan, "gather(x, plan)"), axis)
     if over_cp and plan.context is not None:
         order = all_runs(plan.mesh["cp"], x.shape[over_cp[0]], plan.context.layout)
         whole = natural(whole, order, over_cp[0])
     return whole
 
 
-def _all_stages(x: Tensor, plan: Plan, axis: int) -> Tensor:
+def held_layers(x: Tensor, plan: Plan | None, remedy: str) -> tuple[tuple[int, int], ...] | None:
+    """``(start, stop)`` of the layers that this rank holds of ``x``, stage by stage, as they lie along its dim 0.
+
+    Args:
+        x: any tensor: a parameter, its gradient, what the optimizer keeps of it.
+        plan: what it is laid out by; needed only where layers are split over pp.
+        remedy: the call that gives a plan, for the error.
+
+    Returns:
+        None where no layers are split over pp.
+
+    Raises:
+        ValueError: there is no plan, or the plan has other stages.
+    """
+    axis = _stage_axis(x)
+    if axis is None:
+        return None
+    stages = _stages_of(x, axis, plan, remedy)
+    layers = tuple(stages.layers[stage] for stage in stages.stages_of(x.device_mesh.get_local_rank(axis)))
+    has, given = x.to_local().shape[0], sum(stop - start for start, stop in layers)
+    if has != given:
+        raise ValueError(
+            f"this rank holds {has} layers of {list(x.shape)}, and the plan gives it {given}: give the plan that it is "
+            "laid out by"
+        )
+    return layers
+
+
+def _stage_axis(x: Tensor) -> int | None:
+    """The place among the mesh's axes of pp, where ``x`` is split over it; else None."""
+    names = (x.device_mesh.mesh_dim_names or ()) if is_distributed(x) else ()
+    return names.index("pp") if "pp" in names and x.placements[names.index("pp")].is_shard() else None
+
+
+def _stages_of(x: Tensor, axis: int, plan: Plan | None, remedy: str) -> Pipeline:
+    if plan is None:
+        raise ValueError(
+            f"the layers of {list(x.shape)} are split over pp ({x.placements}), in an order that only their plan "
+            f"knows: {remedy}"
+        )
+    ranks, stages = x.device_mesh.size(axis), plan.pipeline
+    if stages is None or (stages.ranks, stages.n_layers) != (ranks, x.shape[0]):
+        has = "no pipeline" if stages is None else f"{stages.n_layers} layers over pp={stages.ranks}"
+        raise ValueError(
+            f"a tensor of {x.shape[0]} layers over pp={ranks}, and the plan has {has}: give the plan that it is laid "
+            "out by"
+        )
+    return stages
+
+
+def _all_stages(x: Tensor, stages: Pipeline, axis: int) -> Tensor:
     """What is stacked over layers, whole: each rank's layers go to their places."""
     from functitan.sharding.move import Replicate, move
 
     whole = [p if i == axis else Replicate() for i, p in enumerate(x.placements)]
     own = move(x, whole).to_local()
-    counts = [len(plan.pipeline.layers_of(rank)) for rank in range(plan.mesh["pp"])]
+    counts = [len(stages.layers_of(rank)) for rank in range(stages.ranks)]
     padded = own.new_zeros((max(counts), *own.shape[1:]))
     padded[: own.shape[0]] = own
     parts = [torch.empty_like(padded) for _ in counts]
     torch.distributed.all_gather(parts, padded, group=x.device_mesh.get_group(axis))
     result = own.new_empty((x.shape[0], *own.shape[1:]))
     for rank, (part, count) in enumerate(zip(parts, counts)):
-        result[list(plan.pipeline.layers_of(rank))] = part[:count]
+        result[list(stages.layers_of(rank))] = part[:count]
     return result
 
 

@@ -37,6 +37,7 @@ def fake_group(size: int, rank: int = 0) -> Iterator[None]:
             f"this process is rank {dist.get_rank()} of a process group of {dist.get_world_size()} "
             f"({dist.get_backend()}); a fake one can only be made in a process that is in none"
         )
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group(FAKE_BACKEND, store=FakeStore(), rank=rank, world_size=size)
@@ -44,6 +45,8 @@ def fake_group(size: int, rank: int = 0) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # Else results of an operator in the next group of the same size would be on this one's mesh, which is equal.
+        _clear_sharding_prop_cache()
 
 
 def group_ranks(name: str) -> tuple[int, ...]:

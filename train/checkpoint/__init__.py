@@ -11,8 +11,8 @@
     OUT/checkpoints/step-00000010.old-8be0417fa2c6/   a step that is being saved for the second time, for a moment
 
 The tree is saved flat, ``{"params/layers/wq": tensor, …}`` with the paths of :mod:`functitan.tree`, and the files say
-where in the whole tensor a piece lies, not which mesh it came from: so any layout loads into any other, one process
-included. Without a process group, or in one of a single rank, that process writes everything and meets nobody.
+where in the whole tensor a piece lies, not which mesh or stages it came from: so any layout loads into any other, one
+process included. Without a process group, or in one of a single rank, that process writes everything and meets nobody.
 
 A save over ranks, in this order, each step on all ranks before the next: take a snapshot of the own pieces; rank 0
 makes the folder; each rank writes and syncs its file, and reads it once for the checksum; rank 0 writes the indices

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import attrs
 import torch.distributed.checkpoint as dcp
 
+from functitan import Plan
 from train.checkpoint import pieces, storage
 from train.checkpoint.finding import path_of, scan, whole
 from train.checkpoint.pieces import Piece
@@ -106,11 +107,12 @@ class Checkpointer:
         except OSError as error:
             raise UserError(f"cannot write checkpoints to {self.folder}: {os_error_text(error)}") from error
 
-    def save(self, step: int, state: Any) -> None:
+    def save(self, step: int, state: Any, plan: Plan | None = None) -> None:
         """Saves ``state``, a tree of tensors, as the checkpoint of ``step``, replacing one of the same step.
 
         Each rank writes its own shards of DTensors, and a share of what others have too. A plain tensor is taken to
-        be the same on every rank.
+        be the same on every rank. ``plan`` is what the state is laid out by; it is needed where layers are split over
+        pp, as only the plan knows which ones a rank has.
 
         Asynchronous: returns when the state is copied, so that a step may then overwrite its tensors; first waits
         for the save before, and raises that one's error. A tensor that two paths share is written
@@ -118,13 +120,14 @@ class Checkpointer:
 
         Raises :class:`UserError` if the disk is full, the folder gone, and the like; what was complete stays so. If
         that happens on one rank, all raise the same error, which names the rank.
-        TypeError for a leaf that is no tensor, ValueError for two leaves of one path and for a Partial DTensor.
+        TypeError for a leaf that is no tensor, ValueError for two leaves of one path, for a Partial DTensor,
+        and for layers over pp without their plan.
         """
         self.wait()
         try:
             tensors = storage.named_tensors(state)
             size = sum(tensor.nbytes for tensor in tensors.values())
-            own = pieces.own_pieces(tensors, self._writers)
+            own = pieces.own_pieces(tensors, self._writers, plan)
             if self.asynchronous:
                 own = [piece.copied() for piece in own]
         except Exception as error:

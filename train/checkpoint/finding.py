@@ -12,7 +12,7 @@ import attrs
 import torch
 import torch.distributed.checkpoint as dcp
 
-from functitan import tree
+from functitan import Plan, tree
 from train.checkpoint import storage
 from train.checkpoint.ranks import Ranks
 from train.checkpoint.storage import Damaged, os_error_text
@@ -72,7 +72,14 @@ def path_of(folder: str | Path, step: int) -> Path:
     return Path(folder) / f"step-{step:08d}"
 
 
-def load(path: str | Path, like: Any, *, device: torch.device | str | None = None, subset: bool = False) -> Any:
+def load(
+    path: str | Path,
+    like: Any,
+    *,
+    plan: Plan | None = None,
+    device: torch.device | str | None = None,
+    subset: bool = False,
+) -> Any:
     """The tree in the checkpoint folder ``path``, in the structure of ``like``.
 
     Args:
@@ -80,6 +87,8 @@ def load(path: str | Path, like: Any, *, device: torch.device | str | None = Non
         like: a tree whose leaves have ``shape`` and ``dtype``: tensors, meta or fake tensors, or any such objects. It
             is neither written to nor kept, so that with abstract leaves the state is in memory once. A DTensor gives
             its mesh and placements, whatever those were at saving.
+        plan: what ``like`` is laid out by. Needed where layers are split over pp: which ones a rank has, only the plan
+            knows.
         device: where to put the tensors, other than DTensors, which belong to a mesh. By default a leaf's own device;
             the CPU where it has none, or meta.
         subset: whether ``like`` may leave out paths, such as everything but ``{"params": …}``.
@@ -88,7 +97,8 @@ def load(path: str | Path, like: Any, *, device: torch.device | str | None = Non
     rank's shard, a plain tensor is read whole. All return or all raise. Verifying is divided among them.
 
     Raises :class:`UserError` for a missing, partial or damaged checkpoint (sizes and checksums are verified), for
-    another format, and for other paths, shapes or dtypes than those of ``like``. Runs no code from the files.
+    another format, and for other paths, shapes or dtypes than those of ``like``; ValueError for layers over pp without
+    their plan. Runs no code from the files.
     """
     path, ranks = Path(path), Ranks.of_default_group()
 
@@ -101,7 +111,7 @@ def load(path: str | Path, like: Any, *, device: torch.device | str | None = Non
 
     wanted, metadata, index = _in_step(path, ranks, check)
     _in_step(path, ranks, lambda: storage.verify(path, metadata, ranks))
-    loaded = _in_step(path, ranks, lambda: storage.read(path, index, wanted, device))
+    loaded = _in_step(path, ranks, lambda: storage.read(path, index, wanted, device, plan))
     return tree.unflatten(tree.structure(like), loaded.values())
 
 

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from functitan import tree
-from train.checkpoint.pieces import Piece, PieceSavePlanner
+from functitan import Plan, tree
+from train.checkpoint.pieces import Piece, PieceSavePlanner, SliceLoadPlanner
 from train.checkpoint.ranks import RankFailed, Ranks, os_error_of, portable
 from train.errors import UserError
 
@@ -201,13 +201,16 @@ def _verify_file(path: Path, name: str, metadata: Metadata) -> None:
         raise Damaged(f"the bytes of {name} have changed (CRC-32 {found:08x}, was {expected:08x})")
 
 
-def read(path: Path, index: dcp.Metadata, wanted: dict[str, Any], device: torch.device | str | None) -> dict:
+def read(
+    path: Path, index: dcp.Metadata, wanted: dict[str, Any], device: torch.device | str | None, plan: Plan | None
+) -> dict[str, torch.Tensor]:
     """New tensors for the leaves ``wanted``, filled from the folder; OSError if it cannot be read."""
     targets = {name: _empty(leaf, device) for name, leaf in wanted.items()}
     _silence_single_process_warning()
-    planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
+    planner = SliceLoadPlanner(targets, plan)
     try:
-        dcp.load(targets, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
+        # The planner has the tensors: there is no state dict.
+        dcp.load({}, storage_reader=_Reader(path, index), planner=planner, no_dist=True)
     except dcp.CheckpointException as error:
         cause, os_error = causes(error)
         raise (os_error or cause) from error
