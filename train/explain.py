@@ -22,7 +22,6 @@ from train import options
 from train.config import RunConfig, validate
 from train.config_text import ConfigError
 from train.errors import UserError
-from train.layout_config import RUNNABLE_AXES
 from train.options import RunOptions
 
 if TYPE_CHECKING:
@@ -36,6 +35,8 @@ what communicates from one layer to the next."""
 SMALL_NUMEL = 1024
 """Tensors up to this size join nothing in the pass that orders the update (``passes.order``), so what is stacked over
 layers must be larger in the shallow models too if it is in the deep one."""
+EXPLAINED_AXES = ("dp", "fsdp", "tp")
+"""Runs go over cp and pp too; what those cost is not told yet."""
 BATCH_ARRAYS = ("tokens", "labels", "positions", "documents")
 
 
@@ -181,7 +182,7 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
             [f"mesh.{free[0]}: is -1, what the devices leave: give their number with --devices, or --mesh.{free[0]}"]
         )
     mesh = mesh.resolve(devices if free else mesh.size)
-    others = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in RUNNABLE_AXES]
+    others = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in EXPLAINED_AXES]
     if others:
         raise ConfigError(
             [f"mesh: has {', '.join(others)}, but this version explains dp, fsdp and tp: give the others 1"]
