@@ -14,6 +14,7 @@ from functitan.compiler.capture import CaptureError
 from functitan.compiler.donation import DonatedError
 from functitan.compiler.jit import disable_jit, jit
 from functitan.compiler.mesh import device_mesh
+from functitan.compiler.pipeline.stages import make_pipeline
 from functitan.compiler.place import (
     abstract_batch,
     abstract_state,
@@ -27,7 +28,7 @@ from functitan.compiler.plan import Plan, compile_specs
 from functitan.fold import fold
 from functitan.microbatches import sum_and_grad, sum_over
 from functitan.remat import remat
-from functitan.sharding.layout import use_plan
+from functitan.sharding.layout import one_process, use_plan
 from functitan.state import TrainState
 from functitan.transforms import constrain, grad, jvp, scan, value_and_grad, vjp, vmap
 
@@ -50,7 +51,9 @@ __all__ = [
     "init_state",
     "jit",
     "jvp",
+    "make_pipeline",
     "nn",
+    "one_process",
     "optim",
     "random",
     "remat",
