@@ -29,6 +29,8 @@ def test_output_and_gradients_over_two_ranks(two, method, layout):
     for mask in MASKS:
         two.run(check, Case(2, method, layout, mask, kv_heads=2))
         two.run(check, Case(2, method, layout, mask, captured=True))
+    for remat in ("selective", "full"):
+        two.run(check, Case(2, method, layout, "documents", captured=True, remat=remat))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -21,7 +21,8 @@ class Collective:
     """One kind of call: all that have the same fields are counted together.
 
     Attributes:
-        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or the operator's name.
+        kind: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``all_to_all``, ``broadcast``, or the operator's name;
+            ``shift``: everything to one other rank, as in a ring.
         axes: the mesh axes that the group runs along; empty where it is no line or plane of the mesh.
         ranks: how many there are in the group.
         dtype: of what is sent.
@@ -83,8 +84,11 @@ def collective_of(node: Node, group_axes: GroupAxes, phase: str | None = None) -
     inputs = [x for source in node.all_input_nodes if source is not given.get("out") for x in tensors_of(source)]
     outputs = tensors_of(node)
     dtypes = sorted({str(x.dtype).removeprefix("torch.") for x in inputs})
+    kind = kind_of(node)
+    if kind == "all_to_all" and ranks > 1 and sum(map(bool, given.get("input_split_sizes") or ())) == 1:
+        kind = "shift"
     return Collective(
-        kind=kind_of(node),
+        kind=kind,
         axes=axes,
         ranks=ranks,
         dtype=", ".join(dtypes),

@@ -8,12 +8,14 @@ gradients in float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from attrs import frozen
 from torch import Tensor
 
+from functitan._torch import marked
 from functitan.remat import kept
 from functitan.sharding.context.blockwise import Backward, Scores, Side, add_outputs, added, finished, joined
 from functitan.sharding.context.calls import Call, Pattern
@@ -92,6 +94,7 @@ class _RingAttention(torch.autograd.Function):
 def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
     sums: list[Any] = [None] * len(ring.scores(0, documents).queries.runs)
     last, travelling = len(ring.steps) - 1, None
+    unread = []
     for step in range(len(ring.steps)):
         if step == 0 and last:
             travelling = ring.group.shift(torch.stack((k, v)), 1)
@@ -99,8 +102,24 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ri
             pair = wait(travelling)
             travelling = ring.group.shift(pair, 1) if step < last else None
             k, v = pair.unbind(0)
+            if not ring.steps[step]:
+                unread.append(pair)
         sums = add_outputs(sums, q, k, v, ring.scores(step, documents))
-    return finished(sums, q, ring.scores(0, documents).queries)
+    out, lse = finished(sums, q, ring.scores(0, documents).queries)
+    return _behind(out, unread), lse
+
+
+def _behind(x: Tensor, arrived: Sequence[Tensor]) -> Tensor:
+    """``x``, whose graph reads what has arrived and is of no use to this rank.
+
+    Without it the graph of a rank that sees nothing of these keys would be without their transport, which all ranks
+    have to make together.
+    """
+    if arrived:
+        never = torch.zeros((), dtype=torch.bool, device=x.device)
+        for pair in arrived:
+            x = torch.where(never, pair.flatten()[0].to(x.dtype), x)
+    return x
 
 
 def _backward(
@@ -108,7 +127,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     whole = Backward(grad, q, out, lse)
     last, dtype = len(ring.steps) - 1, k.dtype
-    travelling = ring.group.shift(torch.stack((k, v)), 1) if last else None
+    with marked("remat", "ring"):  # sent again, so that nobody keeps what forward has brought
+        travelling = ring.group.shift(torch.stack((k, v)), 1) if last else None
     scores = ring.scores(0, documents)
     of_q, own_k, own_v = whole.gradients(k, v, scores)
     own = torch.stack((joined(own_k, k, scores.keys), joined(own_v, v, scores.keys)))
@@ -121,6 +141,7 @@ def _backward(
         more, of_k, of_v = whole.gradients(k, v, scores)
         of_q = [added(a, b) for a, b in zip(of_q, more)]
         total = torch.stack((joined(of_k, k, scores.keys), joined(of_v, v, scores.keys)))
+        total = total if ring.steps[step] else _behind(total, [pair])
         if behind is not None:
             total = wait(behind) + total
         behind = ring.group.shift(total, 1 if step < last else -last)
