@@ -12,8 +12,8 @@ README = Path(__file__).parent.parent / "README.md"
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
-    model, mesh, llama = blocks
-    for block in (model, llama):
+    model, mesh, llama, stages = blocks
+    for block in (model, llama, stages):
         exec(compile(block, str(README), "exec"), {})
     assert (tmp_path / "runs/mine/checkpoints/step-00000001").is_dir()
 
