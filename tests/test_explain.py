@@ -45,13 +45,37 @@ class TestOutput:
         assert set(found) == {
             "batch_size", "seq_len", "accumulation", "layers", "precision", "remat", "model_flops",
             "model_flops_per_rank", "mesh", "rank", "params", "collectives", "wire_bytes", "flops", "total_flops",
-            "uncounted", "memory", "captured_layers",
+            "uncounted", "memory", "captured_layers", "context",
         }  # fmt: skip
         config = attrs.evolve(recipes.recipe("debug").model, n_layers=1)
         assert found["model_flops"] == flops_per_token(config, 32) * 8 * 32 == 2 * found["model_flops_per_rank"]
         assert found["captured_layers"] == []
         assert found["uncounted"] == {}
         assert found["mesh"]["fsdp"] == 2
+
+    @pytest.mark.parametrize(("layout", "shares"), [("contiguous", [1, 2, 3, 4]), ("balanced", [2.5] * 4)])
+    def test_tells_how_attention_is_split_over_cp(self, layout, shares, capsys):
+        args = ["--mesh.cp", "4", "--context.layout", layout, "--context.method", "ring"]
+        found = data(capsys, *args)
+        assert found["context"]["shares"] == pytest.approx([share / 10 for share in shares])
+        assert found["context"]["imbalance"] == pytest.approx(max(shares) / 2.5)
+        shifts = {(row["phase"], row["count"]) for row in found["collectives"] if row["kind"] == "shift"}
+        assert shifts == {("forward", 3), ("backward", 6)}
+        assert explain.main([*SMALL, *args]) == 0
+        text = capsys.readouterr().out
+        assert f"Context: attention over cp=4 by ring, {layout}: as asked" in text
+        assert f"the busiest has {max(shares) / 2.5:.2f} x the mean" in text
+        assert explain.main(SMALL) == 0
+        assert "Context" not in capsys.readouterr().out
+
+    def test_a_ring_holds_no_more_over_more_ranks(self, capsys):
+        """At the same part of the sequence on each: over two ranks less, as nothing travels behind the second block."""
+        peaks = [
+            data(capsys, "--mesh.cp", str(cp), "--train.seq-len", str(32 * cp), "--context.method", "ring")["memory"]
+            ["parts"]["activations"]
+            for cp in (4, 8, 16)
+        ]  # fmt: skip
+        assert max(peaks) <= 1.01 * min(peaks)
 
     def test_of_512_ranks_needs_one_process(self, capsys):
         found = data(capsys, "--mesh.dp", "512", "--train.batch-size", "512", "--rank", "511")
@@ -86,12 +110,14 @@ class TestOutput:
 
 
 class TestDeepModels:
-    def test_have_exactly_the_figures_of_their_graph(self, capsys):
+    @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(fsdp=2, cp=2)], ids=["one", "fsdp2xcp2"])
+    def test_have_exactly_the_figures_of_their_graph(self, mesh, capsys):
         recipe = recipes.recipe("debug")
         # So wide that what is stacked over layers is larger than SMALL_NUMEL in the shallow models as well.
         config = attrs.evolve(
             recipe,
-            model=attrs.evolve(recipe.model, n_layers=16, dim=320, n_heads=10, n_kv_heads=2, rope_scaling=None),
+            mesh=mesh,
+            model=attrs.evolve(recipe.model, n_layers=16, dim=640, n_heads=20, n_kv_heads=2, rope_scaling=None),
             train=attrs.evolve(recipe.train, batch_size=4, seq_len=32, remat="full"),
         )
         extrapolated, _ = explain.explain(config)
@@ -186,8 +212,7 @@ class TestMistakes:
             (["llama3-8b", "--devices", "0"], "--devices: is 0"),
             (["llama3-8b", "--mesh.fsdp", "8", "--mesh.tp", "3"], "legal tp: 1, 2, 4, 8"),
             (["debug", "--mesh.fsdp", "2", "--devices", "3"], "fsdp=2.*3 devices"),
-            (["debug", "--mesh.cp", "2"], "has cp=2, but this version explains dp, fsdp and tp"),
-            (["debug", "--mesh.pp", "2", "--mesh.fsdp", "2"], "has pp=2, but this version"),
+            (["debug", "--mesh.pp", "2", "--mesh.fsdp", "2"], "has pp=2, but this version explains dp, fsdp, cp and"),
             (["debug", "--rank", "1"], "--rank: is 1; give 0 to 0"),
             (["debug", "--rank", "-1"], "--rank: is -1"),
             (["debug", "--graph", "no/such/folder/step.py"], "--graph: no/such/folder/step.py is no file"),

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from functitan.compiler.jit import Captured
     from functitan.compiler.plan import Plan
     from functitan.cost import Explanation, Facts
+    from functitan.sharding.context.calls import Work
 
 SHALLOW = 4
 """Layers of the first capture of three, each one layer deeper: fewer have no two layers alike once passes have moved
@@ -35,8 +36,8 @@ what communicates from one layer to the next."""
 SMALL_NUMEL = 1024
 """Tensors up to this size join nothing in the pass that orders the update (``passes.order``), so what is stacked over
 layers must be larger in the shallow models too if it is in the deep one."""
-EXPLAINED_AXES = ("dp", "fsdp", "tp")
-"""Runs go over cp and pp too; what those cost is not told yet."""
+EXPLAINED_AXES = ("dp", "fsdp", "cp", "tp")
+"""Runs go over pp too; what that costs is not told yet."""
 BATCH_ARRAYS = ("tokens", "labels", "positions", "documents")
 
 
@@ -48,7 +49,7 @@ class ExplainOptions:
     devices: int | None = None
     """How many devices will run it: gives a mesh axis of -1 its size. None: the product of the mesh."""
     rank: int = 0
-    """The rank to explain. All do the same where dims divide evenly."""
+    """The rank to explain. All do the same where dims divide evenly and a sequence over cp is balanced."""
     json: bool = False
     """Print the figures as JSON."""
     graph: Path | None = None
@@ -80,7 +81,7 @@ def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Expl
     """What the train step of a run costs a rank.
 
     Args:
-        config: valid, every size of its mesh known, of dp, fsdp and tp alone.
+        config: valid, every size of its mesh known, of EXPLAINED_AXES alone.
         rank: one of the mesh.
         whole: capture every layer, and do not extrapolate.
 
@@ -129,7 +130,8 @@ def run_facts(config: RunConfig) -> dict[str, Any]:
 
     ``batch_size``, ``seq_len``, ``accumulation``, ``layers``, ``precision``, ``remat``; ``model_flops`` of all ranks in
     a step, recomputation not counted; ``model_flops_per_rank``, which model flops utilisation divides by the seconds
-    of a step and the peak of a device.
+    of a step and the peak of a device. ``context`` {method, layout, reason, scores [number], shares [number],
+    imbalance}, by rank of cp, the scores of one row and one head, if its documents hid nothing; null without cp.
     """
     train = config.train
     model_flops = llama.flops_per_token(config.model, train.seq_len) * train.batch_size * train.seq_len
@@ -142,6 +144,29 @@ def run_facts(config: RunConfig) -> dict[str, Any]:
         "remat": train.remat,
         "model_flops": model_flops,
         "model_flops_per_rank": model_flops / config.mesh.spec().size,
+        "context": _context_facts(config),
+    }
+
+
+def _context_work(config: RunConfig) -> Work | None:
+    """What each rank of cp computes of the attention; None where the sequence is not split."""
+    from functitan.sharding.context.calls import Pattern, work
+
+    context = _plan(config).context
+    if context is None:
+        return None
+    return work(context, config.mesh.cp, config.train.seq_len, Pattern(causal=True, documents=True))
+
+
+def _context_facts(config: RunConfig) -> dict[str, Any] | None:
+    found = _context_work(config)
+    if found is None:
+        return None
+    return {
+        **attrs.asdict(found.context),
+        "scores": list(found.scores),
+        "shares": list(found.shares),
+        "imbalance": found.imbalance,
     }
 
 
@@ -155,6 +180,7 @@ def report(config: RunConfig, explanation: Explanation) -> str:
         "",
         str(explanation),
         "",
+        *_context_lines(config),
         f"Model FLOPs: {facts['model_flops']:.4g} in a step, {needed:.4g} on each rank; the graph does "
         f"{done / needed:.3f} times that",
         f"  model flops utilisation = {needed:.4g} / (seconds of a step x peak FLOP/s of a device)",
@@ -162,6 +188,19 @@ def report(config: RunConfig, explanation: Explanation) -> str:
     if config.jit.inductor:
         lines.append("Inductor (jit.inductor) fuses operators beyond this: its peak memory differs.")
     return "\n".join(lines)
+
+
+def _context_lines(config: RunConfig) -> list[str]:
+    found = _context_work(config)
+    if found is None:
+        return []
+    each = [f"{share:.1%}" for share in found.shares]
+    shares = ", ".join(each if len(each) <= 8 else [*each[:4], "…", *each[-3:]])
+    return [
+        f"Context: attention over cp={len(each)} by {found.context}",
+        f"  work of the ranks, if documents hid nothing: {shares}; the busiest has {found.imbalance:.2f} x the mean",
+        "",
+    ]
 
 
 def _checked(parsed: ExplainOptions) -> RunConfig:
@@ -185,7 +224,8 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
     others = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in EXPLAINED_AXES]
     if others:
         raise ConfigError(
-            [f"mesh: has {', '.join(others)}, but this version explains dp, fsdp and tp: give the others 1"]
+            [f"mesh: has {', '.join(others)}, but this version explains {', '.join(EXPLAINED_AXES[:-1])} "
+             f"and {EXPLAINED_AXES[-1]}: give the others 1"]
         )
     if not 0 <= parsed.rank < mesh.size:
         raise ConfigError([f"--rank: is {parsed.rank}; give 0 to {mesh.size - 1}, a rank of the mesh"])

@@ -56,10 +56,17 @@ def _same_layout(a: Node, b: Node) -> bool:
 
 
 def _key(node: Node) -> Hashable:
-    region = mark_of(node, "remat") if node.target is not WAIT else None
+    again = node.target is not WAIT and not _gathers_integers(node)
+    region = mark_of(node, "remat") if again else None
     # What is gathered for one microbatch is not kept for the next.
     microbatch = mark_of(node, "pass") if node.target is ALL_GATHER else None
     return node.target, _frozen(node.args), _frozen(node.kwargs), region, microbatch
+
+
+def _gathers_integers(node: Node) -> bool:
+    """Such as the documents' numbers, which every layer reads: a few bytes a token, kept rather than sent again."""
+    val = value(node)
+    return node.target is ALL_GATHER and val is not None and not val.dtype.is_floating_point
 
 
 def _frozen(argument: Any) -> Hashable:

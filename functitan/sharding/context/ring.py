@@ -8,7 +8,9 @@ gradients in float32.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -104,9 +106,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, ring: Ri
             k, v = pair.unbind(0)
             if not ring.steps[step]:
                 unread.append(pair)
-        sums = add_outputs(sums, q, k, v, ring.scores(step, documents))
+        with _once():
+            sums = add_outputs(sums, q, k, v, ring.scores(step, documents))
     out, lse = finished(sums, q, ring.scores(0, documents).queries)
     return _behind(out, unread), lse
+
+
+_calls = itertools.count(1)
+
+
+def _once() -> AbstractContextManager[None]:
+    """Within it, nothing is merged with what is the same elsewhere: not what arrives, which would be kept from forward
+    to backward, nor a mask, which would be kept from the first layer to the last, one for each rank of cp."""
+    return marked("remat", f"ring {next(_calls)}")
 
 
 def _behind(x: Tensor, arrived: Sequence[Tensor]) -> Tensor:
@@ -127,10 +139,11 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     whole = Backward(grad, q, out, lse)
     last, dtype = len(ring.steps) - 1, k.dtype
-    with marked("remat", "ring"):  # sent again, so that nobody keeps what forward has brought
+    with _once():  # sent again, so that nobody keeps what forward has brought
         travelling = ring.group.shift(torch.stack((k, v)), 1) if last else None
     scores = ring.scores(0, documents)
-    of_q, own_k, own_v = whole.gradients(k, v, scores)
+    with _once():
+        of_q, own_k, own_v = whole.gradients(k, v, scores)
     own = torch.stack((joined(own_k, k, scores.keys), joined(own_v, v, scores.keys)))
     behind = None  # the gradients of the keys that are here next, on their way
     for step in range(1, last + 1):
@@ -138,7 +151,8 @@ def _backward(
         travelling = ring.group.shift(pair, 1) if step < last else None
         k, v = pair.unbind(0)
         scores = ring.scores(step, documents)
-        more, of_k, of_v = whole.gradients(k, v, scores)
+        with _once():
+            more, of_k, of_v = whole.gradients(k, v, scores)
         of_q = [added(a, b) for a, b in zip(of_q, more)]
         total = torch.stack((joined(of_k, k, scores.keys), joined(of_v, v, scores.keys)))
         total = total if ring.steps[step] else _behind(total, [pair])
