@@ -13,6 +13,7 @@ from functitan.compiler.pipeline.schedules import (
     make_schedule,
     stages_per_rank_of,
 )
+from functitan.compiler.pipeline.transport import box_of, receipts
 
 INTERLEAVED = ("Interleaved1F1B", "InterleavedZeroBubble")
 V_SHAPED = ("ZBVZeroBubble", "DualPipeV")
@@ -126,6 +127,50 @@ def test_what_is_in_flight(ranks):
         gpipe, one = (make_schedule(name, ranks, microbatches) for name in ("GPipe", "1F1B"))
         assert [gpipe.in_flight(rank) for rank in range(ranks)] == [microbatches] * ranks
         assert [one.in_flight(rank) for rank in range(ranks)] == [ranks - rank for rank in range(ranks)]
+
+
+def taken(schedule, action):
+    """The message that a compute action reads, if it reads one."""
+    direction, source = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
+    across = action.kind in "FBI" and 0 <= source < schedule.stages
+    across = across and schedule.stage_ranks[source] != schedule.stage_ranks[action.stage]
+    return (direction, action.stage, action.microbatch) if across else None
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_a_receipt_is_for_what_was_taken_before(case):
+    schedule = make(case)
+    lists = schedule.with_sends()
+    known = receipts(lists, schedule.stage_ranks)
+    sender = {box_of(a): rank for rank, row in enumerate(lists) for a in row if a.kind.startswith("SEND")}
+    assert set(known) == set(sender)
+    for box, before in known.items():
+        row = lists[sender[box]]
+        at = next(i for i, a in enumerate(row) if a.kind.startswith("SEND") and box_of(a) == box)
+        assert set(before) <= {taken(schedule, a) for a in row[:at]}
+        assert {schedule.stage_ranks[b[1]] for b in before} <= {sender[box]}
+        assert all(sender[b] == schedule.stage_ranks[box[1]] for b in before if b in sender)
+    assert max(Counter(b for before in known.values() for b in before).values(), default=1) == 1
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_what_has_been_sent_is_kept_no_longer_than_what_is_in_flight(ranks):
+    microbatches = 3 * ranks
+    for name in ("1F1B", "GPipe"):
+        schedule = make_schedule(name, ranks, microbatches)
+        lists = schedule.with_sends()
+        known = receipts(lists, schedule.stage_ranks)
+        for rank, row in enumerate(lists):
+            leaving, most = set(), 0
+            for action in row:
+                if action.kind.startswith("SEND"):
+                    leaving.add(box_of(action))
+                    most = max(most, len(leaving))
+                elif action.kind in COMPUTES and (box := taken(schedule, action)):
+                    leaving -= set(known[box])
+            # Forward, and the gradient that goes the other way before the next receipt comes.
+            bound = schedule.in_flight(rank) + microbatches * (name == "GPipe") + 1
+            assert most <= bound, (name, rank, most)
 
 
 def test_in_flight_lasts_until_the_weights_gradient():

@@ -9,7 +9,7 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from functitan.compiler.pipeline.transport import Box, Local, Messages, box_of
+from functitan.compiler.pipeline.transport import Box, Local, Messages, box_of, receipts
 from functitan.microbatches import rows_by_part
 
 if TYPE_CHECKING:
@@ -98,19 +98,32 @@ class PipelineCall:
     __name__ = "pipeline"
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
-        transport = Local() if self.place.group is None else Messages(self.place.group)
-        run = _Run(self, tensors, transport)
+        lists = self.actions()
+        if self.place.group is None:
+            transport = Local()
+        else:
+            transport = Messages(self.place.group, receipts(lists, self.schedule.stage_ranks))
+        run = _Run(self, tensors, transport, lists)
         for first in range(0, self.parts, self.schedule.microbatches):
             run.round(first)
         transport.finish()
         return run.results()
 
+    def actions(self) -> list[list[Action]]:
+        """What every rank of pp does in turn, with sends; without gradients the forward half."""
+        return [
+            [a for a in actions if self.variables or a.kind in ("F", "SEND_F", "RECV_F")]
+            for actions in self.schedule.with_sends()
+        ]
+
 
 class _Run:
     """One step."""
 
-    def __init__(self, call: PipelineCall, tensors: Sequence[Tensor], transport: Local | Messages) -> None:
-        self.call, self.transport = call, transport
+    def __init__(
+        self, call: PipelineCall, tensors: Sequence[Tensor], transport: Local | Messages, lists: list[list[Action]]
+    ) -> None:
+        self.call, self.transport, self.lists = call, transport, lists
         groups = (call.inputs.params, call.inputs.part, call.inputs.key)
         rest = iter(tensors)
         params, part, key = ({i: next(rest) for i in group} for group in groups)
@@ -129,8 +142,7 @@ class _Run:
     def round(self, first: int) -> None:
         """The schedule once, on as many parts of the batch from number ``first`` on."""
         self.first = first
-        lists = self.call.schedule.with_sends()
-        waiting = {rank: self._mine(lists[rank]) for rank in self.call.place.ranks}
+        waiting = {rank: list(self.lists[rank]) for rank in self.call.place.ranks}
         while any(waiting.values()):
             moved = False
             for actions in waiting.values():
@@ -147,10 +159,6 @@ class _Run:
         count = sum(leaf.local is not None for leaf in call.edge.sums)
         sums = self.sums or [torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in call.results[:count]]
         return [*sums, *(self._grad(i, like) for i, like in zip(call.variables, call.results[count:]))]
-
-    def _mine(self, actions: Sequence[Action]) -> list[Action]:
-        """Without gradients the forward half."""
-        return [a for a in actions if self.gradients or a.kind in ("F", "SEND_F", "RECV_F")]
 
     def _can(self, action: Action) -> bool:
         stages = len(self.call.schedule.stage_ranks)

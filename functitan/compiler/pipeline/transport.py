@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,22 +46,52 @@ class _Arriving:
     works: list[dist.Work] = field(factory=list)
 
 
-class Messages:
-    """Between the ranks of the axis pp. Every receive is posted in the order in which the other side sends."""
+def receipts(lists: Sequence[Sequence[Action]], stage_ranks: Sequence[int]) -> dict[Box, tuple[Box, ...]]:
+    """Of each message, which messages the other way its sender has taken by then, and not by the message before.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    So who receives it knows that these have left, and lets go of what was in them.
+
+    Args:
+        lists: of every rank what it does in turn, with sends.
+        stage_ranks: of every stage its rank.
+    """
+    found: dict[Box, tuple[Box, ...]] = {}
+    for actions in lists:
+        taken: dict[int, list[Box]] = {}
+        for action in actions:
+            if action.kind.startswith("SEND"):
+                box = box_of(action)
+                found[box] = tuple(taken.pop(stage_ranks[box[1]], ()))
+            elif action.kind in ("F", "B", "I"):
+                direction, source = ("F", action.stage - 1) if action.kind == "F" else ("B", action.stage + 1)
+                if 0 <= source < len(stage_ranks):
+                    taken.setdefault(stage_ranks[source], []).append((direction, action.stage, action.microbatch))
+    return found
+
+
+class Messages:
+    """Between the ranks of the axis pp. Every receive is posted in the order in which the other side sends.
+
+    Args:
+        receipts: of :func:`receipts`, of the actions that run.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, receipts: Mapping[Box, Sequence[Box]]) -> None:
         self._group = group
+        self._receipts = receipts
         self._here = Local()
         self._rank = dist.get_rank(group)
         self._arriving: dict[Box, _Arriving] = {}
-        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        self._leaving: dict[Box, list[tuple[dist.Work, Tensor]]] = {}
 
     def send(self, box: Box, tensors: Sequence[Tensor], rank: int) -> None:
         if rank == self._rank:
             self._here.send(box, tensors, rank)
             return
-        for i, x in enumerate(tensors):
-            self._leaving.append((dist.isend(x, group=self._group, group_dst=rank, tag=_tag(box, i)), x))
+        self._let_go(box)  # of the batch's parts before: it was taken before anything of these is
+        self._leaving[box] = [
+            (dist.isend(x, group=self._group, group_dst=rank, tag=_tag(box, i)), x) for i, x in enumerate(tensors)
+        ]
 
     def expect(self, box: Box, like: Sequence[Tensor], rank: int) -> None:
         if rank == self._rank:
@@ -82,14 +112,19 @@ class Messages:
             return self._here.take(box)
         for work in arriving.works:
             work.wait()
+        for sent in self._receipts.get(box, ()):
+            self._let_go(sent)
         return arriving.buffers
 
     def finish(self) -> None:
         """Returns when all that was sent has left."""
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving.clear()
+        for box in list(self._leaving):
+            self._let_go(box)
         self._here.finish()
+
+    def _let_go(self, box: Box) -> None:
+        for work, _ in self._leaving.pop(box, ()):
+            work.wait()
 
 
 def _tag(box: Box, number: int) -> int:
