@@ -61,7 +61,7 @@ class LiveBytes(TorchDispatchMode):
         self.log.append((str(func), self.total()))
         if "wait_tensor" in str(func):
             self.held.pop(out.data_ptr(), None)
-        elif "c10d" in str(func) and "all_reduce" not in str(func):
+        elif "c10d" in str(func) and isinstance(out, torch.Tensor) and "all_reduce" not in str(func):
             self.held[out.data_ptr()] = args
         return out
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from attrs import frozen
 from torch.fx import Graph, Node
@@ -93,20 +93,22 @@ def graph_facts(graph: Graph, donated: Collection[int], group_axes: GroupAxes) -
         ValueError: a node has no fake tensor.
     """
     start, lives = timeline(graph, donated)
-    phase_of = phases_of(graph)
-    nodes: Sequence[Node] = list(ops(graph))
-    return Facts(
-        start,
-        tuple(
-            Fact(
-                op=str(node.target),
-                phase=phase_of[node],
-                flops=flops_of(node),
-                uncounted=is_uncounted(node),
-                collective=collective_of(node, group_axes, phase_of[node]),
-                live=live,
-            )
-            for node, live in zip(nodes, lives, strict=True)
-            if node.target is not operator.getitem  # picks one of several results, and costs nothing
-        ),
+    return Facts(start, facts_of_nodes(graph, lives, phases_of(graph), group_axes))
+
+
+def facts_of_nodes(
+    graph: Graph, lives: Sequence[Live], phase_of: Mapping[Node, str | None], group_axes: GroupAxes
+) -> tuple[Fact, ...]:
+    """What each operator costs. ``lives``: the bytes alive while it runs, operator by operator."""
+    return tuple(
+        Fact(
+            op=str(node.target),
+            phase=phase_of[node],
+            flops=flops_of(node),
+            uncounted=is_uncounted(node),
+            collective=collective_of(node, group_axes, phase_of[node]),
+            live=live,
+        )
+        for node, live in zip(ops(graph), lives, strict=True)
+        if node.target is not operator.getitem  # picks one of several results, and costs nothing
     )

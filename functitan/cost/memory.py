@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Mapping
 
+import attrs
 from attrs import frozen
 from torch import Tensor
 from torch.fx import Graph, Node
@@ -53,6 +54,21 @@ class _Buffer:
     size: int
 
 
+@frozen
+class Result:
+    """One output of a graph: which piece of memory it lives in, and what that is for.
+
+    Attributes:
+        buffer: equal for outputs that share one.
+        part: of it.
+        size: its bytes; 0 of memory that is counted elsewhere.
+    """
+
+    buffer: Hashable
+    part: str
+    size: int
+
+
 def timeline(graph: Graph, donated: Collection[int] = ()) -> tuple[Live, list[Live]]:
     """Bytes alive at the start, and while each operator runs: its operands and results, and what is used later.
 
@@ -66,20 +82,35 @@ def timeline(graph: Graph, donated: Collection[int] = ()) -> tuple[Live, list[Li
     Raises:
         ValueError: a node has no fake tensor to tell its size.
     """
-    walk = _Walk(parts_of(graph))
+    start, lives, _ = walk(graph, parts_of(graph), donated)
+    return start, lives
+
+
+def walk(
+    graph: Graph, part_of: Mapping[Node, str], donated: Collection[int], *, lent: bool = False
+) -> tuple[Live, list[Live], list[Result | None]]:
+    """As :func:`timeline`, and the memory of each output; None where one is no tensor.
+
+    Args:
+        part_of: the part of what each node makes.
+        lent: what is not donated, constants as well, belongs to somebody else, who counts it: here it is nothing.
+    """
+    steps = _Walk(part_of)
     last_use = _last_uses(graph)
-    for i, node in enumerate(placeholders(graph)):
-        walk.make(node)
+    # What somebody else holds goes first: an input that shares its memory is nothing here either.
+    inputs = sorted(enumerate(placeholders(graph)), key=lambda pair: pair[0] in donated)
+    for i, node in inputs:
+        steps.take(node, nothing=lent and i not in donated)
         if i not in donated:
-            walk.hold(walk.where[node][0])
+            steps.hold(steps.where[node][0])
     for node in graph.nodes:
         if node.op == "get_attr":  # a constant of the graph, which is always there
-            walk.make(node)
-            walk.hold(walk.where[node][0])
-    start = walk.live()
+            steps.take(node, nothing=lent)
+            steps.hold(steps.where[node][0])
+    start = steps.live()
     for node in placeholders(graph):
         if node not in last_use:
-            walk.drop(node)
+            steps.drop(node)
     ending: dict[Node, list[Node]] = {}
     for node, last in last_use.items():
         ending.setdefault(last, []).append(node)
@@ -87,20 +118,22 @@ def timeline(graph: Graph, donated: Collection[int] = ()) -> tuple[Live, list[Li
     for node in graph.nodes:
         if node.op != "call_function":
             continue
-        walk.run(node)
-        lives.append(walk.live())
+        steps.run(node)
+        lives.append(steps.live())
         for dead in ending.get(node, ()):
-            walk.drop(dead)
-        for sent in walk.sent.pop(node, ()):
-            walk.release(sent)
-    return start, lives
+            steps.drop(dead)
+        for sent in steps.sent.pop(node, ()):
+            steps.release(sent)
+    buffers = [steps.where[node][0] if isinstance(node, Node) else None for node in outputs(graph)]
+    return start, lives, [buffer and Result(buffer, buffer.part, buffer.size) for buffer in buffers]
 
 
 class _Walk:
     """The state of the walk: where each node's results live, and how many hold each buffer."""
 
-    def __init__(self, part_of: dict[Node, str]) -> None:
+    def __init__(self, part_of: Mapping[Node, str]) -> None:
         self.part_of = part_of
+        self.inputs: dict[int, _Buffer] = {}
         self.where: dict[Node, list[_Buffer]] = {}
         self.holders: dict[_Buffer, int] = {}
         self.bytes = dict.fromkeys(PARTS, 0)
@@ -109,6 +142,16 @@ class _Walk:
 
     def live(self) -> Live:
         return tuple(self.bytes.values())
+
+    def take(self, node: Node, nothing: bool) -> None:
+        """Makes the buffer of an input or a constant, or finds that of another one which shares its memory."""
+        (buffer,) = self._buffers(node)
+        if nothing:
+            buffer = attrs.evolve(buffer, size=0)
+        if node.op == "placeholder" and isinstance(node.meta["val"], Tensor):
+            buffer = self.inputs.setdefault(storage_id(node.meta["val"]), buffer)
+        self.where[node] = [buffer]
+        self.hold(buffer)
 
     def run(self, node: Node) -> None:
         self.make(node)

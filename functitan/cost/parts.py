@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch.fx import Graph, Node
 
@@ -79,13 +79,36 @@ def parts_of(graph: Graph) -> dict[Node, str]:
         return "gathered" if node in weights else "activations"
 
     found = {node: part(node) for node in nodes}
-    return found | inputs | {node: "other" for node in graph.nodes if node.op == "get_attr"}
+    return found | inputs | _constants(graph)
+
+
+def parts_of_stage(
+    graph: Graph, inputs: Mapping[Node, str], gradients: Iterable[Node]
+) -> dict[Node, str]:
+    """As :func:`parts_of`, of a part of a pipeline's stage, which has no update.
+
+    Args:
+        inputs: the parts of the placeholders.
+        gradients: the outputs that are gradients of parameters.
+    """
+    nodes = list(ops(graph))
+    found = _made_of(gradients, set())
+    weights = _from_alone({node for node, part in inputs.items() if part in ("parameters", "gathered")}, nodes, set())
+
+    def part(node: Node) -> str:
+        return "gradients" if node in found else "gathered" if node in weights else "activations"
+
+    return {node: part(node) for node in nodes} | dict(inputs) | _constants(graph)
 
 
 def _marked(graph: Graph) -> tuple[list[Node], set[Node]]:
-    """The operators, and those of them that capture has marked as backward."""
+    """The operators, and those of them that capture has marked as backward, or that run a pipeline's backward."""
     nodes = list(ops(graph))
-    return nodes, {node for node in nodes if is_backward(node)}
+    return nodes, {node for node in nodes if is_backward(node) or getattr(node.target, "variables", ())}
+
+
+def _constants(graph: Graph) -> dict[Node, str]:
+    return {node: "other" for node in graph.nodes if node.op == "get_attr"}
 
 
 def _stateful(graph: Graph) -> set[Node]:

@@ -19,6 +19,7 @@ from functitan.cost.facts import Facts, graph_facts
 from functitan.cost.groups import axes_of, group_ranks
 from functitan.cost.memory import Memory
 from functitan.cost.parts import PARTS
+from functitan.cost.pipeline import pipeline_facts, pipeline_of
 from sharding_specs import DTYPE_BYTES, MeshSpec
 from sharding_specs.partition import entry_axes
 
@@ -191,7 +192,11 @@ def facts_of(captured: Captured, plan: Plan) -> Facts:
         ranks = group_ranks(name)
         return axes_of(ranks, plan.mesh), len(ranks)
 
-    return graph_facts(captured.graph.graph, captured.donated, group_axes)
+    graph = captured.graph.graph
+    pipeline = pipeline_of(graph)
+    if pipeline is None:
+        return graph_facts(graph, captured.donated, group_axes)
+    return pipeline_facts(graph, pipeline, captured.donated, group_axes)
 
 
 def summarize(found: Facts, plan: Plan, *, rank: int = 0, captured_layers: Sequence[int] = ()) -> Explanation:

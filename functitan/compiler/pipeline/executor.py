@@ -71,7 +71,7 @@ class Inputs:
     stacked: frozenset[int]
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class PipelineCall:
     """A pipeline's step as a function of tensors: parameters, batch and keys of this process -> sums and gradients.
 
@@ -96,6 +96,9 @@ class PipelineCall:
     results: tuple[Tensor, ...]
 
     __name__ = "pipeline"
+
+    def __repr__(self) -> str:
+        return f"pipeline({self.schedule.name}, stages {', '.join(map(str, self.place.stages))})"
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         lists = self.actions()
@@ -191,8 +194,8 @@ class _Run:
         values = self.values[stage, microbatch] = {}
         if stage > 0:
             numbers = [i for i, leaf in enumerate(self.call.edge.x) if leaf.local is not None]
-            received = self.transport.take(("F", stage, microbatch))
-            values.update((f"x:{i}", x) for i, x in zip(numbers, received, strict=True))
+            # In no variable of its own, which would keep it while the part runs.
+            values.update(_named("x", numbers, self.transport.take(("F", stage, microbatch))))
         given = self._run("F", stage, microbatch)
         if stage == len(self.call.schedule.stage_ranks) - 1:
             sums = [given.pop(name) for name in list(given) if name.startswith("sum:")]
@@ -213,8 +216,7 @@ class _Run:
         values = self.values[stage, microbatch]
         if kind != "W" and stage < len(self.call.schedule.stage_ranks) - 1:
             numbers = [i for i, leaf in enumerate(self.call.edge.x) if _is_variable(leaf)]
-            received = self.transport.take(("B", stage, microbatch))
-            values.update((f"grad:{i}", x) for i, x in zip(numbers, received, strict=True))
+            values.update(_named("grad", numbers, self.transport.take(("B", stage, microbatch))))
         given = self._run(kind, stage, microbatch)
         for name in [name for name in given if name.startswith("dparam:")]:
             self._add(stage, int(name.partition(":")[2]), given.pop(name))
@@ -275,6 +277,10 @@ class _Run:
         if self.call.place.group is None or len(parts) > 1:
             return torch.cat(parts)
         return parts[0]
+
+
+def _named(kind: str, numbers: Sequence[int], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"{kind}:{i}": x for i, x in zip(numbers, tensors, strict=True)}
 
 
 def _is_variable(leaf: Leaf) -> bool:
