@@ -20,15 +20,20 @@ CONFIG = attrs.evolve(llama.SIZES["debug"], n_layers=2)
 
 
 def captured_step(
-    mesh=MeshSpec(), cfg=CONFIG, *, remat="none", accumulation=1, donate=("state",), names=passes.DEFAULT  # noqa: B008
-):
-    """``(captured, plan)`` of a train step of Llama with AdamW and clipping, for a batch [8, 64]."""
+    mesh=MeshSpec(), cfg=CONFIG, *, remat="none", accumulation=1, donate=("state",), names=passes.DEFAULT,  # noqa: B008
+    schedule=None, rows=BATCH,
+):  # fmt: skip
+    """``(captured, plan)`` of a train step of Llama with AdamW and clipping, for a batch [8, 64].
+
+    With ``schedule``: through a pipeline, ``accumulation`` microbatches at a time.
+    """
     params = llama.declare(cfg)
-    plan = ft.compile_specs(params, PRESETS["all"], mesh)
+    pipeline = schedule and ft.make_pipeline(params, PRESETS["all"], mesh, schedule, accumulation)
+    plan = ft.compile_specs(params, PRESETS["all"], mesh, pipeline=pipeline)
     optimizer = optim.chain(optim.clip_by_global_norm(1.0), optim.adamw(1e-3, mask=optim.decay_mask(params)))
     model = functools.partial(llama.apply, cfg=cfg, remat=remat)
     step = ft.jit(make_train_step(model, optimizer, lambda step: 1e-3, accumulation), plan, donate=donate, passes=names)
-    batch = ft.abstract_batch(plan, ["tokens", "labels", "positions", "documents"], BATCH, SEQ)
+    batch = ft.abstract_batch(plan, ["tokens", "labels", "positions", "documents"], rows, SEQ)
     return step.lower(ft.abstract_state(plan, optimizer), batch), plan
 
 

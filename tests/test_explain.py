@@ -45,7 +45,7 @@ class TestOutput:
         assert set(found) == {
             "batch_size", "seq_len", "accumulation", "layers", "precision", "remat", "model_flops",
             "model_flops_per_rank", "mesh", "rank", "params", "collectives", "wire_bytes", "flops", "total_flops",
-            "uncounted", "memory", "captured_layers", "context",
+            "uncounted", "memory", "captured_layers", "context", "pipeline",
         }  # fmt: skip
         config = attrs.evolve(recipes.recipe("debug").model, n_layers=1)
         assert found["model_flops"] == flops_per_token(config, 32) * 8 * 32 == 2 * found["model_flops_per_rank"]
@@ -212,7 +212,9 @@ class TestMistakes:
             (["llama3-8b", "--devices", "0"], "--devices: is 0"),
             (["llama3-8b", "--mesh.fsdp", "8", "--mesh.tp", "3"], "legal tp: 1, 2, 4, 8"),
             (["debug", "--mesh.fsdp", "2", "--devices", "3"], "fsdp=2.*3 devices"),
-            (["debug", "--mesh.pp", "2", "--mesh.fsdp", "2"], "has pp=2, but this version explains dp, fsdp, cp and"),
+            (["debug", "--mesh.ep", "2"], "mesh.ep: is 2, but this version runs"),
+            (["debug", "--timeline", "t.gif"], "t.gif ends in none of .png, .svg, .pdf, .txt, .json.*mesh.pp is 1"),
+            (["debug", "--mesh.pp", "2", "--timeline", "no/such/t.png"], "--timeline: no/such/t.png is no file"),
             (["debug", "--rank", "1"], "--rank: is 1; give 0 to 0"),
             (["debug", "--rank", "-1"], "--rank: is -1"),
             (["debug", "--graph", "no/such/folder/step.py"], "--graph: no/such/folder/step.py is no file"),

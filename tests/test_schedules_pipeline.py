@@ -173,6 +173,12 @@ def test_what_has_been_sent_is_kept_no_longer_than_what_is_in_flight(ranks):
             assert most <= bound, (name, rank, most)
 
 
+def test_backward_follows_at_once_on_the_last_rank_of_1f1b_alone():
+    assert [make_schedule("1F1B", 4, 8).apart(stage) for stage in range(4)] == [True, True, True, False]
+    assert all(make_schedule("GPipe", 4, 8).apart(stage) for stage in range(4))
+    assert not make_schedule("GPipe", 1, 1).apart(0)
+
+
 def test_in_flight_lasts_until_the_weights_gradient():
     schedule = make_schedule("InterleavedZeroBubble", 1, 2, 1)
     assert [str(action) for action in schedule.order[0] if action] == ["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]

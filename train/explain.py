@@ -1,7 +1,8 @@
 """``functitan explain``: what a run costs each rank, on a laptop: layout, collectives, operations and peak memory.
 
 The train step is captured for one rank of a fake process group, which has the size of the mesh and no other member.
-A deep model is not captured whole: models of a few layers are, and the figures are extrapolated from them.
+A deep model is not captured whole: models of a few layers are, and the figures are extrapolated from them. Of a
+pipeline the rank's stages are captured, every layer of them, and their parts put together in the order of the schedule.
 """
 
 from __future__ import annotations
@@ -11,24 +12,24 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import attrs
 import tyro
 from attrs import frozen
 
-from models import llama
 from train import options
 from train.config import RunConfig, validate
 from train.config_text import ConfigError
 from train.errors import UserError
+from train.explain_report import report, run_facts
 from train.options import RunOptions
+from train.timeline_plot import FORMATS, plot_timeline
 
 if TYPE_CHECKING:
     from functitan.compiler.jit import Captured
     from functitan.compiler.plan import Plan
     from functitan.cost import Explanation, Facts
-    from functitan.sharding.context.calls import Work
 
 SHALLOW = 4
 """Layers of the first capture of three, each one layer deeper: fewer have no two layers alike once passes have moved
@@ -36,8 +37,8 @@ what communicates from one layer to the next."""
 SMALL_NUMEL = 1024
 """Tensors up to this size join nothing in the pass that orders the update (``passes.order``), so what is stacked over
 layers must be larger in the shallow models too if it is in the deep one."""
-EXPLAINED_AXES = ("dp", "fsdp", "cp", "tp")
-"""Runs go over pp too; what that costs is not told yet."""
+TIMELINES = (*FORMATS, ".txt", ".json")
+"""What a file of ``--timeline`` may end in."""
 BATCH_ARRAYS = ("tokens", "labels", "positions", "documents")
 
 
@@ -49,11 +50,16 @@ class ExplainOptions:
     devices: int | None = None
     """How many devices will run it: gives a mesh axis of -1 its size. None: the product of the mesh."""
     rank: int = 0
-    """The rank to explain. All do the same where dims divide evenly and a sequence over cp is balanced."""
+    """The rank to explain. All do the same where dims divide evenly, a sequence over cp is balanced, and there is no
+    pipeline."""
     json: bool = False
     """Print the figures as JSON."""
     graph: Path | None = None
-    """Write the code that the rank runs to this file. Captures every layer: a deep model takes minutes."""
+    """Write the code that the rank runs to this file, and of a pipeline that of its stages. Captures every layer: a
+    deep model takes minutes."""
+    timeline: Path | None = None
+    """Draw who does what when in the pipeline: a picture (.png, .svg, .pdf), text (.txt) or data (.json), if all stages
+    took the same, a backward pass twice its forward pass, and sends no time."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -61,19 +67,22 @@ def main(args: Sequence[str]) -> int:
 
     Raises:
         ConfigError: a mistake in the options or the configuration; nothing has been captured yet.
-        UserError: the file of ``--graph`` cannot be written.
+        UserError: the file of ``--graph`` or ``--timeline`` cannot be written.
         SystemExit: from tyro.
     """
     text = "Print what a run costs each rank: layout, collectives, operations, memory. Needs no GPU and runs nothing."
     parsed = options.parse(ExplainOptions, args, "functitan explain", text)
     config = _checked(parsed)
+    plan = _plan(config)
+    if parsed.timeline is not None:
+        _draw(plan, parsed.timeline)
     explanation, captured = explain(config, parsed.rank, whole=parsed.graph is not None)
     if parsed.graph is not None:
-        _write(parsed.graph, captured.source)
+        _write(parsed.graph, _sources(captured), "--graph")
     if parsed.json:
-        print(json.dumps({**run_facts(config), **explanation.to_json()}, indent=1))
+        print(json.dumps({**run_facts(config, plan), **explanation.to_json()}, indent=1))
     else:
-        print(report(config, explanation))
+        print(report(config, plan, explanation))
     return 0
 
 
@@ -81,7 +90,7 @@ def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Expl
     """What the train step of a run costs a rank.
 
     Args:
-        config: valid, every size of its mesh known, of EXPLAINED_AXES alone.
+        config: valid, every size of its mesh known.
         rank: one of the mesh.
         whole: capture every layer, and do not extrapolate.
 
@@ -95,6 +104,10 @@ def explain(config: RunConfig, rank: int = 0, whole: bool = False) -> tuple[Expl
 
     reason = "as asked"
     with cost.fake_group(config.mesh.spec().size, rank):
+        if config.mesh.pp > 1:
+            _note("capturing the stages of the rank, every layer of them")
+            captured, plan = capture(config)
+            return cost.explain(captured, plan, rank=rank), captured
         if not whole:
             try:
                 return _extrapolated(config, rank)
@@ -125,84 +138,6 @@ def capture(config: RunConfig, layers: int | None = None) -> tuple[Captured, Pla
     return step.lower(state, batch), parts.plan
 
 
-def run_facts(config: RunConfig) -> dict[str, Any]:
-    """Of the run as a whole, for JSON.
-
-    ``batch_size``, ``seq_len``, ``accumulation``, ``layers``, ``precision``, ``remat``; ``model_flops`` of all ranks in
-    a step, recomputation not counted; ``model_flops_per_rank``, which model flops utilisation divides by the seconds
-    of a step and the peak of a device. ``context`` {method, layout, reason, scores [number], shares [number],
-    imbalance}, by rank of cp, the scores of one row and one head, if its documents hid nothing; null without cp.
-    """
-    train = config.train
-    model_flops = llama.flops_per_token(config.model, train.seq_len) * train.batch_size * train.seq_len
-    return {
-        "batch_size": train.batch_size,
-        "seq_len": train.seq_len,
-        "accumulation": train.accumulation,
-        "layers": config.model.n_layers,
-        "precision": train.precision,
-        "remat": train.remat,
-        "model_flops": model_flops,
-        "model_flops_per_rank": model_flops / config.mesh.spec().size,
-        "context": _context_facts(config),
-    }
-
-
-def _context_work(config: RunConfig) -> Work | None:
-    """What each rank of cp computes of the attention; None where the sequence is not split."""
-    from functitan.sharding.context.calls import Pattern, work
-
-    context = _plan(config).context
-    if context is None:
-        return None
-    return work(context, config.mesh.cp, config.train.seq_len, Pattern(causal=True, documents=True))
-
-
-def _context_facts(config: RunConfig) -> dict[str, Any] | None:
-    found = _context_work(config)
-    if found is None:
-        return None
-    return {
-        **attrs.asdict(found.context),
-        "scores": list(found.scores),
-        "shares": list(found.shares),
-        "imbalance": found.imbalance,
-    }
-
-
-def report(config: RunConfig, explanation: Explanation) -> str:
-    """The explanation as text, with the basis of model flops utilisation (PaLM, Chowdhery et al., 2022, appendix B)."""
-    facts = run_facts(config)
-    needed, done = facts["model_flops_per_rank"], explanation.total_flops
-    lines = [
-        f"A step: {facts['batch_size']} sequences of {facts['seq_len']} tokens in {facts['accumulation']} parts, "
-        f"{facts['layers']} layers, {facts['precision']}, remat {facts['remat']}; kernels as on a CPU",
-        "",
-        str(explanation),
-        "",
-        *_context_lines(config),
-        f"Model FLOPs: {facts['model_flops']:.4g} in a step, {needed:.4g} on each rank; the graph does "
-        f"{done / needed:.3f} times that",
-        f"  model flops utilisation = {needed:.4g} / (seconds of a step x peak FLOP/s of a device)",
-    ]
-    if config.jit.inductor:
-        lines.append("Inductor (jit.inductor) fuses operators beyond this: its peak memory differs.")
-    return "\n".join(lines)
-
-
-def _context_lines(config: RunConfig) -> list[str]:
-    found = _context_work(config)
-    if found is None:
-        return []
-    each = [f"{share:.1%}" for share in found.shares]
-    shares = ", ".join(each if len(each) <= 8 else [*each[:4], "…", *each[-3:]])
-    return [
-        f"Context: attention over cp={len(each)} by {found.context}",
-        f"  work of the ranks, if documents hid nothing: {shares}; the busiest has {found.imbalance:.2f} x the mean",
-        "",
-    ]
-
-
 def _checked(parsed: ExplainOptions) -> RunConfig:
     """The configuration with every size of its mesh known; all that can be refused is refused here."""
     config, devices = parsed.job.run, parsed.devices
@@ -221,17 +156,22 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
             [f"mesh.{free[0]}: is -1, what the devices leave: give their number with --devices, or --mesh.{free[0]}"]
         )
     mesh = mesh.resolve(devices if free else mesh.size)
-    others = [f"{axis}={size}" for axis, size in mesh.items() if size > 1 and axis not in EXPLAINED_AXES]
-    if others:
-        raise ConfigError(
-            [f"mesh: has {', '.join(others)}, but this version explains {', '.join(EXPLAINED_AXES[:-1])} "
-             f"and {EXPLAINED_AXES[-1]}: give the others 1"]
-        )
     if not 0 <= parsed.rank < mesh.size:
         raise ConfigError([f"--rank: is {parsed.rank}; give 0 to {mesh.size - 1}, a rank of the mesh"])
-    if parsed.graph is not None and (parsed.graph.is_dir() or not parsed.graph.parent.is_dir()):
-        raise ConfigError([f"--graph: {parsed.graph} is no file in an existing folder"])
-    return attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
+    config = attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
+    files = [("--graph", parsed.graph), ("--timeline", parsed.timeline)]
+    problems = [
+        f"{name}: {path} is no file in an existing folder"
+        for name, path in files if path is not None and (path.is_dir() or not path.parent.is_dir())
+    ]  # fmt: skip
+    if parsed.timeline is not None:
+        if parsed.timeline.suffix.lower() not in TIMELINES:
+            problems.append(f"--timeline: {parsed.timeline} ends in none of {', '.join(TIMELINES)}")
+        if config.mesh.pp == 1:
+            problems.append("--timeline: the run has no pipeline, since mesh.pp is 1: give --mesh.pp 2 or more")
+    if problems:
+        raise ConfigError(problems)
+    return config
 
 
 def _shallow(config: RunConfig, rank: int) -> int:
@@ -306,11 +246,32 @@ def _predicted(found: Sequence[Facts], deepest: int, depth: int) -> Facts:
     return cost.extrapolate(found[1], found[2], deepest - 1, depth - deepest + 1)
 
 
-def _write(path: Path, source: str) -> None:
+def _sources(captured: Captured) -> str:
+    """The code of the step, and behind it that of the stages of its pipeline."""
+    from functitan import cost
+
+    pipeline = cost.pipeline_of(captured.graph.graph)
+    stages = {} if pipeline is None else pipeline.target.programs
+    return "\n\n".join([
+        captured.source,
+        *(f"# {kind} of stage {number}\n{compiled.source}"
+          for number, program in stages.items() for kind, compiled in program.parts.items()),
+    ])  # fmt: skip
+
+
+def _draw(plan: Plan, path: Path) -> None:
+    timeline = plan.pipeline.timeline()
+    if path.suffix.lower() in (".txt", ".json"):
+        _write(path, timeline.to_json() if path.suffix.lower() == ".json" else f"{timeline}\n", "--timeline")
+    else:
+        plot_timeline(timeline, path)
+
+
+def _write(path: Path, text: str, option: str) -> None:
     try:
-        path.write_text(source, encoding="utf-8")
+        path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}: give another file with --graph") from error
+        raise UserError(f"cannot write {path}: {error.strerror}: give another file with {option}") from error
 
 
 def _note(text: str) -> None:

@@ -14,7 +14,7 @@ COLOURS = {"F": "#4477aa", "B": "#228833", "I": "#66ccee", "W": "#ccbb44"}
 """Of each kind of action: of Paul Tol's bright scheme, which colour-blind people can tell apart."""
 
 MEANINGS = {"F": "forward", "B": "backward", "I": "backward: input", "W": "backward: weights"}
-_FORMATS = (".png", ".svg", ".pdf")
+FORMATS = (".png", ".svg", ".pdf")
 _LEAST_TEXT = 6.0
 """Points of a letter; in boxes that hold less there is no number."""
 
@@ -28,8 +28,8 @@ def plot_timeline(timeline: Timeline, path: Path | str) -> Path:
         UserError: the path does not end in .png, .svg or .pdf, or cannot be written.
     """
     path = Path(path)
-    if path.suffix.lower() not in _FORMATS:
-        raise UserError(f"{path}: a timeline is drawn as {', '.join(_FORMATS)}: end the name with one of these")
+    if path.suffix.lower() not in FORMATS:
+        raise UserError(f"{path}: a timeline is drawn as {', '.join(FORMATS)}: end the name with one of these")
     # Here, since it takes a second. The object interface needs no display and no global backend.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -11,6 +11,7 @@ from functitan.cost.facts import Fact, Facts, graph_facts
 from functitan.cost.groups import axes_of, fake_group
 from functitan.cost.memory import Memory, timeline
 from functitan.cost.parts import PARTS, parts_of, phases_of
+from functitan.cost.pipeline import pipeline_of
 from functitan.cost.report import Explanation, ParamRow, explain, facts_of, params_of, summarize
 
 __all__ = [
@@ -32,6 +33,7 @@ __all__ = [
     "params_of",
     "parts_of",
     "phases_of",
+    "pipeline_of",
     "summarize",
     "timeline",
 ]

@@ -14,6 +14,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from functitan._torch import storage_id
 from functitan.compiler.graphs import ops, outputs, placeholders
 from functitan.compiler.pipeline.actions import Action
 from functitan.compiler.pipeline.executor import PipelineCall
@@ -51,6 +52,8 @@ def pipeline_facts(graph: Graph, node: Node, donated: Collection[int], group_axe
         ValueError: the graph is of one process that runs all stages, and not of a rank.
     """
     start, lives = timeline(graph, donated)
+    constants = _constants(node.target)
+    start, lives = _plus(start, constants), [_plus(live, constants) for live in lives]
     rows = facts_of_nodes(graph, lives, phases_of(graph), group_axes)
     at = [x for x in ops(graph) if x.target is not operator.getitem].index(node)
     results = sum(x.untyped_storage().nbytes() for x in node.meta["val"])
@@ -59,18 +62,33 @@ def pipeline_facts(graph: Graph, node: Node, donated: Collection[int], group_axe
     return Facts(start, (*rows[:at], *run.rows(results), *rows[at + 1 :]))
 
 
+def _constants(call: PipelineCall) -> Live:
+    """Of the graphs of all stages, which are there from before the step; the parts of a stage share theirs."""
+    sizes = {}
+    for program in call.programs.values():
+        for compiled in program.parts.values():
+            module = compiled.part.module
+            for node in module.graph.nodes:
+                constant = getattr(module, node.target) if node.op == "get_attr" else None
+                if isinstance(constant, Tensor):
+                    sizes[storage_id(constant)] = constant.untyped_storage().nbytes()
+    return _only("other", sum(sizes.values()))
+
+
 @frozen
 class _Part:
     """What one part of a stage costs for one microbatch.
 
     Attributes:
         facts: of its operators; the bytes alive are those that it makes or takes over, and not what it borrows.
+        rows: of the batch, which it is given a copy of (where the microbatch has one row, this is more than is there).
         kept: the memory of what later parts of the stage read.
         handed_on: of what goes to another stage, and is not kept.
         gradients: of the stage's parameters.
     """
 
     facts: Facts
+    rows: Live
     kept: Live
     handed_on: Live
     gradients: Live
@@ -84,9 +102,12 @@ def _parts(program: StageProgram, group_axes: GroupAxes) -> dict[str, _Part]:
     for kind, compiled in program.parts.items():
         part, graph = compiled.part, compiled.part.module.graph
         inputs = dict(zip(placeholders(graph), part.reads, strict=True))
+        rows = [node for node, name in inputs.items() if name.startswith("part:")]
+        arrived = {name for name in part.reads if name.startswith(("x:", "grad:"))}
+        own = arrived | {name for name, result in known.items() if result.size}
         free = [
-            i for i, name in enumerate(part.reads)
-            if name in compiled.last and (name.startswith(("x:", "grad:")) or (name in known and known[name].size))
+            i for i, (node, name) in enumerate(inputs.items())
+            if node in rows or (name in own and name in compiled.last)
         ]  # fmt: skip
         named = dict(zip(part.gives, outputs(graph), strict=True))
         parts = parts_of_stage(
@@ -100,6 +121,7 @@ def _parts(program: StageProgram, group_axes: GroupAxes) -> dict[str, _Part]:
         grads = {result for name, result in given.items() if name.startswith("dparam:")}
         found[kind] = _Part(
             Facts(start, facts_of_nodes(graph, lives, dict.fromkeys(ops(graph), _PHASES[kind]), group_axes)),
+            rows=_only("other", sum(node.meta["val"].nbytes for node in rows)),
             kept=_total(saved.values()),
             handed_on=_total(sent - set(saved.values())),
             gradients=_total(grads),
@@ -165,7 +187,7 @@ class _Run:
             held = _plus(held, _only("activations", self._message(box[0])))
             for sent in taken.get(box, ()):
                 self.under_way.pop(sent, None)
-        held = _minus(held, part.facts.start)
+        held = _minus(_plus(held, part.rows), part.facts.start)
         outside = _plus(self._alive(), held)
         rows = [attrs.evolve(row, live=_plus(row.live, outside)) for row in part.facts.ops]
         if kind in ("B", "W"):

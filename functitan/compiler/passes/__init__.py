@@ -6,7 +6,8 @@ in which they run; ``jit(passes=(…))`` and ``--jit.passes`` choose among the n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MappingProxyType
 
 from torch.fx import Graph
 
@@ -17,7 +18,7 @@ from functitan.compiler.passes.fold import fold_constants
 from functitan.compiler.passes.order import order_by_component
 from functitan.compiler.passes.own import own_outputs
 from functitan.compiler.passes.prefetch import overlap_communication
-from functitan.compiler.passes.regather import gather_again
+from functitan.compiler.passes.regather import gather_again, gather_all_again
 from functitan.compiler.passes.reuse import reuse_buffers
 
 Pass = Callable[[Graph, Collection[int]], None]
@@ -32,6 +33,8 @@ PASSES: dict[str, Pass] = {
     "prefetch": overlap_communication,
     "reuse": reuse_buffers,
 }
+APART: dict[str, Pass] = {"regather": gather_all_again}
+"""Of a graph whose backward pass does not follow its forward pass at once, in the place of the pass of that name."""
 DEFAULT = tuple(PASSES)
 FUNCTIONAL = ("cse", "fold", "regather", "bucket", "exchange")
 """Those that leave a functional graph, which TorchInductor is given; what the others do, it does in its own way."""
@@ -60,11 +63,13 @@ def run_passes(graph: Graph, donated: Collection[int], names: Sequence[str]) -> 
     run_others(graph, donated, names)
 
 
-def run_functional(graph: Graph, donated: Collection[int], names: Sequence[str]) -> None:
-    """Those of the named passes that leave a functional graph."""
+def run_functional(
+    graph: Graph, donated: Collection[int], names: Sequence[str], instead: Mapping[str, Pass] = MappingProxyType({})
+) -> None:
+    """Those of the named passes that leave a functional graph; ``instead``: what runs in the place of some of them."""
     for name in check_passes(names):
         if name in FUNCTIONAL:
-            PASSES[name](graph, donated)
+            {**PASSES, **instead}[name](graph, donated)
     graph.lint()
 
 

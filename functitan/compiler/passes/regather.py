@@ -8,7 +8,7 @@ before anything else is gathered: the output projection, last in forward and fir
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 import torch
 from torch.fx import Graph, Node
@@ -22,22 +22,36 @@ _COPIES = {_aten.cat.default, _aten.clone.default, _aten._to_copy.default, _aten
 
 def gather_again(graph: Graph, donated: Collection[int] = ()) -> None:
     position = {node: i for i, node in enumerate(graph.nodes)}
-    gathers = [node for node in ops(graph) if node.target is ALL_GATHER and label(node) is not None]
+    gathers = _all_gathers(graph)
+
+    def others_between(gather: Node, first: Node) -> bool:
+        between = (other for other in gathers if position[gather] < position[other] < position[first])
+        return any(label(other).unit != label(gather).unit for other in between)
+
+    _gather_where(graph, others_between)
+
+
+def gather_all_again(graph: Graph, donated: Collection[int] = ()) -> None:
+    """As :func:`gather_again`, where backward does not follow forward at once: nothing is kept until then."""
+    _gather_where(graph, lambda gather, first: True)
+
+
+def _all_gathers(graph: Graph) -> list[Node]:
+    return [node for node in ops(graph) if _gathers(node)]
+
+
+def _gather_where(graph: Graph, wanted: Callable[[Node, Node], bool]) -> None:
+    """Gathers again what is ``wanted(gather, first operator of backward that reads it)``."""
+    position = {node: i for i, node in enumerate(graph.nodes)}
     moved = False
-    for gather in gathers:
+    for gather in _all_gathers(graph):
         if is_backward(gather):
             continue
         chain = _made_of(_sources(gather))
         later = [(node, user) for node in chain for user in node.users if is_backward(user) and user not in chain]
-        if not later:
-            continue
-        first = min(position[user] for _, user in later)
-        if not any(
-            position[gather] < position[other] < first and label(other).unit != label(gather).unit for other in gathers
-        ):
-            continue
-        _again(graph, chain, later)
-        moved = True
+        if later and wanted(gather, min((user for _, user in later), key=position.__getitem__)):
+            _again(graph, chain, later)
+            moved = True
     if moved:
         stable_sort(graph, list(graph.nodes))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from attrs import frozen
@@ -99,6 +100,14 @@ class Schedule:
         """The stages of a rank, in ascending order. Raises ValueError where there is no such rank."""
         self._check_rank(rank)
         return tuple(stage for stage, owner in enumerate(self.stage_ranks) if owner == rank)
+
+    def apart(self, stage: int) -> bool:
+        """Whether its rank ever does something else between the forward and the backward pass of a microbatch."""
+        row = [action for action in self.order[self.stage_ranks[stage]] if action is not None]
+        pairs = itertools.pairwise(row)
+        at_once = sum(a.kind == "F" and b.kind in ("B", "I") and a.stage == b.stage == stage and
+                      a.microbatch == b.microbatch for a, b in pairs)  # fmt: skip
+        return at_once < self.microbatches
 
     def run(self, duration: Callable[[Action], float], send: float = 0.0) -> tuple[Timed, ...]:
         """When every action runs, if each starts as soon as its rank is free and what it reads has arrived.

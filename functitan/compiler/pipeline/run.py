@@ -18,7 +18,6 @@ from functitan.compiler.key import leaf_key
 from functitan.compiler.pipeline import options
 from functitan.compiler.pipeline.executor import Inputs, PipelineCall, Place
 from functitan.compiler.pipeline.program import compile_stage
-from functitan.compiler.pipeline.schedules import make_schedule
 from functitan.compiler.pipeline.stage import Call, Leaf, Stage, boundary_of
 from functitan.microbatches import Loss
 from functitan.optim.base import at_least_float32
@@ -156,9 +155,7 @@ def _compile(
     pipeline = plan.pipeline
     stage_mesh, stage_layout = _stage_layout(plan, mesh)
     place = Place.alone(pipeline) if mesh is None else Place.on(mesh, pipeline)
-    schedule = make_schedule(
-        pipeline.schedule, plan.mesh[PP], pipeline.microbatches, stages_per_rank=pipeline.stages_per_rank
-    )
+    schedule = pipeline.actions()
     reduced = [
         [_leaf(path, x, stage_mesh, divide=part) for path, x in group] for group, part in zip(named, (1, parts, 0))
     ]
@@ -179,7 +176,7 @@ def _compile(
     for number in place.stages:
         start, stop = pipeline.layers[number]
         kinds = {a.kind for row in schedule.order for a in row if a is not None and a.stage == number}
-        stage = Stage(number, count, start)
+        stage = Stage(number, count, start, schedule.apart(number))
         wanted = sorted(kinds) if gradients else ["F"]
         programs[number] = compile_stage(call_of(stop - start), stage, place.rows(number), edge, wanted, chosen)
     variables = _variables(params) if gradients else []

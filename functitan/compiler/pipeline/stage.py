@@ -146,11 +146,15 @@ def _as_leaves(what: str, values: Sequence[Any]) -> tuple[Leaf, ...]:
 
 @frozen(eq=False)
 class Stage:
-    """Which stage of how many, and the number of its first layer."""
+    """Which stage of how many, and the number of its first layer.
+
+    ``apart``: whether its rank does other things between the forward and the backward pass of a microbatch.
+    """
 
     number: int
     count: int
     first_layer: int
+    apart: bool
 
     @property
     def is_first(self) -> bool:
@@ -313,7 +317,7 @@ def _traced(run: Callable, inputs: _Inputs, names: Sequence[str], stage: Stage) 
     module = capture(named, fakes_like(inputs.tensors), f"stage {stage.number}")
     for node, path in zip(placeholders(module.graph), inputs.paths):
         node.meta["path"] = path
-    passes.run_functional(module.graph, (), names)
+    passes.run_functional(module.graph, (), names, passes.APART if stage.apart else {})
     return module
 
 

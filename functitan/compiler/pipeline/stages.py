@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 from attrs import field, frozen
 
 from functitan import tree
+from functitan.compiler.pipeline.actions import UNIT_TIMES
 from functitan.compiler.pipeline.schedules import (
     Schedule,
     fewest_microbatches,
@@ -15,6 +16,7 @@ from functitan.compiler.pipeline.schedules import (
     make_schedule,
     stages_per_rank_of,
 )
+from functitan.compiler.pipeline.timeline import Timeline, simulate
 from sharding_specs import MeshSpec, Param, Problem, Rules, SpecError
 from sharding_specs.partition import entry_axes
 from sharding_specs.stages import balanced_stages, listed_stages, stage_layers
@@ -91,6 +93,31 @@ class Pipeline:
     def layers_of(self, pp_rank: int) -> tuple[int, ...]:
         """The layers of a rank, in the order in which it holds them: stage by stage. Raises ValueError as above."""
         return tuple(layer for stage in self.stages_of(pp_rank) for layer in range(*self.layers[stage]))
+
+    def actions(self) -> Schedule:
+        """The order in which its ranks run the stages.
+
+        Raises:
+          OSError: the schedule is of a file that is gone; ValueError: it has been changed into one that does not fit.
+        """
+        return make_schedule(self.schedule, self.ranks, self.microbatches, self.stages_per_rank)
+
+    def timeline(self, *, by_flops: bool = False) -> Timeline:
+        """Who does what when, with a backward pass that takes twice its forward pass, and sends that take no time.
+
+        Args:
+          by_flops: a stage takes as long as it has operations, beside the mean of all; else all stages take the same.
+
+        Raises:
+          OSError, ValueError: as of :meth:`actions`; ValueError where the operations are not known.
+        """
+        schedule = self.actions()
+        if not by_flops:
+            return simulate(schedule)
+        if not self.flops:
+            raise ValueError("the operations of the stages are not known: make the pipeline by make_pipeline")
+        mean = sum(self.flops) / len(self.flops)
+        return simulate(schedule, {kind: [time * n / mean for n in self.flops] for kind, time in UNIT_TIMES.items()})
 
     def __str__(self) -> str:
         rows = [("stage", "rank", "layers", "count", "beside them", "parameters", "flops a token")]
