@@ -37,6 +37,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "OpOverload",
     "call_untraced",
+    "distributed_like",
     "faked",
     "fakes_like",
     "implicit_replication",
@@ -111,6 +112,18 @@ def implicit_replication() -> Iterator[None]:
             _replicating -= 1
             if not _replicating:
                 DTensor._op_dispatcher._allow_implicit_replication = False
+
+
+def distributed_like(local: Tensor, like: Tensor) -> Tensor:
+    """The DTensor of this local tensor, laid out as ``like``, in the dtype of ``local``; not differentiable.
+
+    As DTensor wraps the results of its own operators: without the view of ``DTensor.from_local``.
+    """
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+    meta = TensorMeta(like.shape, like.stride(), local.dtype)
+    return DTensor(local, DTensorSpec(like.device_mesh, like.placements, tensor_meta=meta), requires_grad=False)
 
 
 def is_fake(x: Tensor) -> bool:

@@ -213,7 +213,7 @@ class TestMistakes:
             (["llama3-8b", "--mesh.fsdp", "8", "--mesh.tp", "3"], "legal tp: 1, 2, 4, 8"),
             (["debug", "--mesh.fsdp", "2", "--devices", "3"], "fsdp=2.*3 devices"),
             (["debug", "--mesh.ep", "2"], "mesh.ep: is 2, but this version runs"),
-            (["debug", "--timeline", "t.gif"], "t.gif ends in none of .png, .svg, .pdf, .txt, .json.*mesh.pp is 1"),
+            (["debug", "--timeline", "t.gif"], "(?s)t.gif ends in none of .png, .svg, .pdf, .txt, .json.*mesh.pp is 1"),
             (["debug", "--mesh.pp", "2", "--timeline", "no/such/t.png"], "--timeline: no/such/t.png is no file"),
             (["debug", "--rank", "1"], "--rank: is 1; give 0 to 0"),
             (["debug", "--rank", "-1"], "--rank: is -1"),

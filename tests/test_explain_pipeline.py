@@ -2,6 +2,7 @@
 
 import json
 import math
+import time
 
 import attrs
 import pytest
@@ -164,6 +165,33 @@ class TestCommand:
         monkeypatch.setattr("pathlib.Path.write_text", full)
         with pytest.raises(UserError, match="t.txt: No space left on device: give another file with --timeline"):
             explain.main([*SMALL, "--timeline", str(tmp_path / "t.txt")])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["llama3-8b", "--mesh.fsdp", "8", "--jit.inductor", "--train.batch-size", "64", "--train.accumulation", "2"],
+        ["llama3-70b", "--mesh.fsdp", "4", "--mesh.tp", "2", "--train.remat", "selective", "--train.batch-size", "8"],
+        ["llama3-405b", "--mesh.fsdp", "8", "--mesh.tp", "8", "--mesh.pp", "8", "--mesh.cp", "4", "--train.remat",
+         "full", "--pipeline.schedule", "Interleaved1F1B"],
+    ],
+    ids=lambda args: args[0],
+)  # fmt: skip
+def test_dry_runs_of_the_sizes_that_people_train(args, capsys):
+    began = time.monotonic()
+    assert explain.main([*args, "--train.precision", "bfloat16", "--json"]) == 0
+    assert time.monotonic() - began < 300
+    found = json.loads(capsys.readouterr().out)
+    ranks = math.prod(found["mesh"].values())
+    assert found["uncounted"] == {}
+    assert 1 <= found["total_flops"] / found["model_flops_per_rank"] < 1.5
+    if ranks == 2048:
+        stages = found["pipeline"]["layers"]
+        assert len(stages) == 16 and stages[-1][1] == 126
+        shards = {row["path"]: row["local_shape"] for row in found["params"]}
+        mine = sum(stop - start for (start, stop), rank in zip(stages, found["pipeline"]["stage_ranks"]) if rank == 0)
+        assert shards["layers/wq"] == [mine, 16384 // 8, 128 // 8, 128]
 
 
 def test_parts_add_up():

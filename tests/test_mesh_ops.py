@@ -114,6 +114,34 @@ def check_gradient_placements(rank, mesh):
     torch.testing.assert_close(grad.full_tensor(), torch.full((6,), 10.0, dtype=torch.float64))
 
 
+def check_elementwise(rank, mesh):
+    """What optimizers compute, without gradients: at once where the layouts are one, else as DTensor finds it."""
+    plan = plan_on(mesh)
+    x, y, number = values(0, 5, 6).abs() + 0.5, values(1, 5, 6).abs() + 0.5, torch.tensor(3.0, dtype=torch.float64)
+    replicated = laid_out(number, plan, [R] * ft.device_mesh(plan.mesh).ndim)
+    functions = {
+        "operators": lambda x, y, n: (1 - x) * y / n + x**2 - y * 3,
+        "calls": lambda x, y, n: torch.lerp(x, y, 0.25) + torch.addcmul(x, x, y, value=0.5) - torch.sqrt(y).neg(),
+        "scalars": lambda x, y, n: torch.where(n > 2, x, y) + torch.maximum(x, n) + x.clamp(min=1.0) + n,
+        "dtypes": lambda x, y, n: x.to(torch.float32) * y,
+        "masks": lambda x, y, n: torch.where(x > y, x, n * y) + (x > y).to(x.dtype),
+        "in place": lambda x, y, n: (x + 0).mul_(y).add_(y, alpha=2),
+    }
+    pairs = layouts(plan, (R, P, S0, S1), (R, P, S0, S1), most=24) + [(p, p) for (p,) in layouts(plan, (R, S0, S1))]
+    for name, fun in functions.items():
+        expected = fun(x, y, number)
+        for a, b in pairs:
+            if name in ("calls", "scalars", "masks") and P in (*a, *b):
+                continue  # torch.maximum and the like of shares that are still to be added up: DTensor's own matter
+            with ft.use_plan(plan), torch.no_grad():
+                got = fun(laid_out(x, plan, a), laid_out(y, plan, b), replicated if rank % 2 == 0 else number)
+            where = f"{name} of {a} and {b}"
+            assert got.dtype == expected.dtype, where
+            if a == b and P not in a:
+                assert got.placements == tuple(a), where
+            torch.testing.assert_close(ft.gather(got), expected, msg=lambda text, where=where: f"{where}: {text}")
+
+
 def check_linear(rank, mesh):
     plan = plan_on(mesh)
     # Of 6 the fourth rank gets none, of 5 the third one less.
@@ -283,9 +311,9 @@ def check_reduction_dtype(rank, reduce):
 
 
 CHECKS = [
-    check_moves, check_gradient_placements, check_linear, check_linears, check_row_parallel_bias, check_embedding,
-    check_cross_entropy, check_logits_stay, check_norms, check_rotary, check_attention, check_dropout, check_constrain,
-    check_global_norm,
+    check_moves, check_gradient_placements, check_elementwise, check_linear, check_linears, check_row_parallel_bias,
+    check_embedding, check_cross_entropy, check_logits_stay, check_norms, check_rotary, check_attention, check_dropout,
+    check_constrain, check_global_norm,
 ]  # fmt: skip
 
 

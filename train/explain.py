@@ -19,7 +19,7 @@ import tyro
 from attrs import frozen
 
 from train import options
-from train.config import RunConfig, validate
+from train.config import RunConfig, unsupported, validate
 from train.config_text import ConfigError
 from train.errors import UserError
 from train.explain_report import report, run_facts
@@ -159,6 +159,7 @@ def _checked(parsed: ExplainOptions) -> RunConfig:
     if not 0 <= parsed.rank < mesh.size:
         raise ConfigError([f"--rank: is {parsed.rank}; give 0 to {mesh.size - 1}, a rank of the mesh"])
     config = attrs.evolve(config, mesh=attrs.evolve(config.mesh, **dict(mesh)))
+    options.raise_problems(unsupported(config, mesh.size))
     files = [("--graph", parsed.graph), ("--timeline", parsed.timeline)]
     problems = [
         f"{name}: {path} is no file in an existing folder"
