@@ -6,7 +6,8 @@ from pipeline_cases import Case, check
 from rank_pool import RankPool
 
 import functitan as ft
-from functitan.compiler.pipeline.schedules import SCHEDULES, make_schedule
+from functitan import optim
+from functitan.compiler.pipeline.schedules import SCHEDULES, legal_microbatches, make_schedule
 from functitan.sharding.layout import one_process
 from sharding_specs import MeshSpec, Param, Rules
 
@@ -63,6 +64,41 @@ def test_stages_on_two_ranks(two, case):
 )
 def test_stages_that_are_meshes(four, case):
     four.run(check, case, timeout=150)
+
+
+def check_norm(rank: int) -> None:
+    """L6: gradients of 16 elements, all 1, in stacks over the stages and beside them."""
+    params = {"stack": Param((2, 5), ("layers", None), ft.init.ones()), "beside": Param((6,), (None,), ft.init.ones())}
+    plan = ft.compile_specs(params, Rules(layers="pp"), MeshSpec(pp=2))
+    with ft.use_plan(plan):
+        grads = ft.init_params(plan, ft.random.key(0))
+        assert optim.global_norm(grads).item() == 4.0
+
+
+def test_the_norm_of_gradients_counts_each_stage_once(two):
+    two.run(check_norm)
+
+
+def every_schedule() -> list[Case]:
+    """Over 2 and 4 ranks, with 4 and 8 microbatches, each where the schedule takes them; captured and not in turn."""
+    cases = [
+        (ranks, schedule, count)
+        for ranks in (2, 4) for schedule in SCHEDULES for count in legal_microbatches(schedule, ranks, None, 8)
+        if count in (4, 8)
+    ]  # fmt: skip
+    return [
+        Case({"pp": ranks}, schedule, count, layers=9, tied=i % 3 == 0, captured=i % 4 != 3,
+             remat=("none", "full", "selective")[i % 3])
+        for i, (ranks, schedule, count) in enumerate(cases)
+    ]  # fmt: skip
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", every_schedule(), ids=str)
+def test_every_schedule_on_ranks(request, case):
+    pool = request.getfixturevalue({2: "two", 4: "four"}[case.mesh["pp"]])
+    pool.run(check, case, timeout=500)
 
 
 class TestRefused:

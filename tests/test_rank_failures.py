@@ -132,6 +132,33 @@ def test_a_bug_on_one_rank_is_the_only_traceback(corpus, tmp_path):
     assert "[rank1]: ZeroDivisionError: injected" in done.stderr.splitlines()
 
 
+FAULTY_STAGE = """
+import os, sys
+from functitan.compiler.pipeline import executor
+from train.cli import main
+backward, count = executor._Run._backward, iter(range(99))
+def failing(this, *action):
+    if next(count) == 1 and os.environ["RANK"] == "1":
+        raise ZeroDivisionError("injected")
+    backward(this, *action)
+executor._Run._backward = failing
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_stage_that_fails_ends_the_stages_that_wait_for_it(corpus, tmp_path):
+    script = tmp_path / "faulty.py"
+    script.write_text(FAULTY_STAGE)
+    options = args(corpus, tmp_path / "run", "--train.steps", 4, "--mesh.pp", 2, "--model.n-layers", 2,
+                   "--pipeline.microbatches", 2)
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, str(script), *options], env=ENV, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 1
+    assert "[rank1]: ZeroDivisionError: injected" in done.stderr.splitlines()
+    assert done.stderr.count("Traceback") == 1, done.stderr
+
+
 def test_a_rank_that_is_killed_is_told_by_the_launcher(corpus, tmp_path):
     done = run_faulty(corpus, tmp_path, "os.kill(os.getpid(), signal.SIGKILL)")
     told = "functitan: error: rank 1 was killed by SIGKILL; the system does that when memory is short"

@@ -12,6 +12,7 @@ from functitan.compiler.pipeline.actions import UNIT_TIMES
 from functitan.compiler.pipeline.schedules import (
     Schedule,
     fewest_microbatches,
+    is_file,
     legal_microbatches,
     make_schedule,
     stages_per_rank_of,
@@ -178,7 +179,9 @@ def make_pipeline(
         count = fewest_microbatches(schedule, ranks, each) if microbatches is None else microbatches
         return make_schedule(schedule, ranks, count, each)
 
-    made = _or_problem("pipeline/schedule", order)
+    # Whatever else can be wrong with a schedule known by its name was found above.
+    at_fault = "schedule" if microbatches is None or is_file(schedule) else "microbatches"
+    made = _or_problem(f"pipeline/{at_fault}", order)
     costs = _Costs.of(params)
     layers = _or_problem("pipeline/layers", lambda: _split(split, n_layers, made.stages, costs))
     return Pipeline(
