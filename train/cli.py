@@ -230,7 +230,12 @@ def _sample(args: list[str]) -> int:
     return 0
 
 
-BENCHES = {"step": "time and memory of a train step", "shard": "the same on several ranks, against FSDP2"}
+BENCHES = {
+    "step": "time and memory of a train step",
+    "shard": "the same on several ranks, against FSDP2",
+    "long": "attention over long sequences on several ranks, against one rank and PyTorch's own",
+    "pipeline": "a train step through stages, against torch.distributed.pipelining",
+}
 
 
 def _bench(args: list[str]) -> int:
