@@ -12,7 +12,7 @@ from torch import Tensor
 import functitan as ft
 from functitan import optim, random, tree
 from models import llama
-from sharding_specs import PRESETS, MeshSpec
+from sharding_specs import PRESETS, ContextParallel, MeshSpec
 from train.step import make_train_step
 
 BATCH, SEQ, STEPS = 16, 16, 3
@@ -32,11 +32,14 @@ class Case(NamedTuple):
     tied: bool = False
     accumulation: int = 1
     passes: tuple[str, ...] | None = None
+    method: str = "auto"
+    kv_heads: int = MODEL.n_kv_heads
 
     def __str__(self) -> str:
         mesh = "x".join(f"{axis}{size}" for axis, size in self.mesh.items()) or "one"
         words = [mesh, "sp" if self.sequence_parallel else "", self.remat, "jit" if self.captured else "plain"]
         words += ["tied" if self.tied else "", f"acc{self.accumulation}" if self.accumulation > 1 else ""]
+        words += ["" if self.method == "auto" else f"{self.method}-16:{self.kv_heads}"]
         return "-".join(word for word in words if word)
 
 
@@ -52,10 +55,10 @@ class Outcome(NamedTuple):
 
 def parts(case: Case) -> tuple[ft.Plan, optim.GradientTransformation, Any]:
     """The plan, the optimizer and the plain step of a case."""
-    model = attrs.evolve(MODEL, tied_embeddings=case.tied)
+    model = attrs.evolve(MODEL, tied_embeddings=case.tied, n_kv_heads=case.kv_heads)
     params = llama.declare(model)
     rules = PRESETS["all"] if case.sequence_parallel else PRESETS["all"].replace(seq="cp")
-    plan = ft.compile_specs(params, rules, MeshSpec(**case.mesh))
+    plan = ft.compile_specs(params, rules, MeshSpec(**case.mesh), context=ContextParallel(case.method))
     # With a small eps Adam turns the rounding of gradients near 0 into updates of full size, on one device as well.
     rule = optim.adamw(1e-2, eps=1e-3, weight_decay=0.1, mask=optim.decay_mask(params))
     optimizer = optim.chain(optim.clip_by_global_norm(0.5), rule)
@@ -101,14 +104,14 @@ def train(rank: int, case: Case) -> Outcome:
 
 
 @functools.cache
-def reference(tied: bool, accumulation: int) -> Outcome:
+def reference(tied: bool, accumulation: int, kv_heads: int) -> Outcome:
     """The plain function on one device."""
-    return train(0, Case({}, captured=False, tied=tied, accumulation=accumulation))
+    return train(0, Case({}, captured=False, tied=tied, accumulation=accumulation, kv_heads=kv_heads))
 
 
 def check(rank: int, case: Case) -> None:
     """Trains a case on this rank and compares it with one device: the test itself, run by every rank."""
-    expected, got = reference(case.tied, case.accumulation), train(rank, case)
+    expected, got = reference(case.tied, case.accumulation, case.kv_heads), train(rank, case)
     assert got.tokens == expected.tokens
     for path, value in expected.initial.items():
         assert torch.equal(got.initial[path], value), f"initial {path} differs"

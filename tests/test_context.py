@@ -51,3 +51,27 @@ def test_a_model_trains_over_cp_as_on_one_device(two, options):
 def test_a_model_trains_over_cp_and_another_axis(four, mesh):
     """L1."""
     four.run(mesh_cases.check, mesh_cases.Case(mesh), timeout=150)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kv_heads", [16, 8, 4])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_a_model_trains_by_every_method(request, cp, method, kv_heads):
+    """Three steps with documents, and 1, 2 and 4 query heads to one of keys and values."""
+    pool = request.getfixturevalue({2: "two", 4: "four"}[cp])
+    pool.run(mesh_cases.check, mesh_cases.Case({"cp": cp}, method=method, kv_heads=kv_heads), timeout=250)
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("mask", ["causal", "window", "documents", "all"])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("cp", [2, 4])
+def test_every_mask_by_every_method(request, cp, method, mask):
+    """The operator and its gradients, captured, with 1, 2 and 4 query heads to one of keys and values."""
+    pool = request.getfixturevalue({2: "two", 4: "four"}[cp])
+    for heads, kv_heads in ((4, 4), (8, 4), (16, 4)):
+        for layout in LAYOUTS:
+            pool.run(check, Case(cp, method, layout, mask, heads, kv_heads, captured=True), timeout=120)

@@ -6,7 +6,8 @@ from context_cases import SEQ, Case, attend, inputs, plan_of
 
 import functitan as ft
 from functitan import cost, nn
-from functitan.compiler.collectives import signature
+from functitan.compiler.collectives import is_wait, signature
+from functitan.cost.flops import flops_of
 from sharding_specs import ContextParallel, MeshSpec, Param, Rules
 
 CP = 4
@@ -64,6 +65,23 @@ def test_a_window_ends_the_ring_sooner():
     """Three places of a window reach one rank back, not three."""
     facts = captured(Case(CP, "ring", "contiguous", "short", captured=True), CP - 1)[1]
     assert (sent(facts, "forward"), sent(facts, "backward")) == (KV, 2 * KV)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "balanced"])
+def test_a_block_is_computed_while_the_next_ones_keys_travel(layout):
+    """Of all that goes round only the gradients of the last block have nothing left to travel behind."""
+    case = Case(CP, "ring", layout, "causal", captured=True)
+    with cost.fake_group(CP, CP - 1):
+        plan = plan_of(case)
+        step = ft.jit(lambda x: attend(x, case), plan).lower(ft.shard_batch(plan, inputs(case)))
+    nodes = [node for node in step.graph.graph.nodes if node.op == "call_function"]
+    place = {node: i for i, node in enumerate(nodes)}
+    travelling = [node for node in nodes if "all_to_all" in str(node.target)]
+    hidden = []
+    for node in travelling:
+        (arrived,) = [user for user in node.users if is_wait(user)]
+        hidden.append(any(flops_of(between) for between in nodes[place[node] : place[arrived]]))
+    assert len(hidden) == 3 * (CP - 1) and hidden == [True] * (len(hidden) - 1) + [False]
 
 
 def peak(cp: int, method: str, local: int = 256) -> int:
