@@ -30,11 +30,13 @@ class Case(NamedTuple):
     tied: bool = False
     captured: bool = True
     remat: str = "none"
+    inductor: bool = False
 
     def __str__(self) -> str:
         mesh = "x".join(f"{axis}{size}" for axis, size in self.mesh.items())
         words = [mesh, str(self.schedule), f"m{self.microbatches}", f"{self.layers}layers", "tied" if self.tied else ""]
-        return "-".join(word for word in [*words, "jit" if self.captured else "plain", self.remat] if word)
+        words += ["jit" if self.captured else "plain", self.remat, "inductor" if self.inductor else ""]
+        return "-".join(filter(None, words))
 
 
 class Outcome(NamedTuple):
@@ -63,7 +65,7 @@ def train(rank: int, case: Case) -> Outcome:
     initial = dict(tree.leaves_with_path(ft.gather(state.params, plan)))
     batch = ft.shard_batch(plan, own_rows(plan, rank, global_batch()))
     if case.captured:
-        step = ft.jit(step, plan, donate=("state",))
+        step = ft.jit(step, plan, donate=("state",), inductor=case.inductor)
     found = []
     for _ in range(STEPS):
         with ft.use_plan(plan):

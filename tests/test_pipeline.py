@@ -95,6 +95,14 @@ def every_schedule() -> list[Case]:
 
 @pytest.mark.matrix
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("schedule", ["Interleaved1F1B", "ZBVZeroBubble"])
+def test_stages_that_inductor_compiles(schedule):
+    with one_process():
+        check(0, Case({"pp": 2}, schedule, inductor=True))
+
+
+@pytest.mark.matrix
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", every_schedule(), ids=str)
 def test_every_schedule_on_ranks(request, case):
     pool = request.getfixturevalue({2: "two", 4: "four"}[case.mesh["pp"]])
