@@ -25,7 +25,7 @@ from functitan.compiler.pipeline.stages import Pipeline
 from models import llama
 from train.bench.module import Llama, from_params
 from train.bench.rounds import Work
-from train.bench.sharded import LEARNING_RATE, Precision, Rank, _config, _join, _mean_loss, _rows
+from train.bench.sharded import LEARNING_RATE, Precision, Rank, fsdp_config, join, mean_loss, my_rows
 from train.bench.variants import CLIP, Setting, held_bytes, make_adamw, need_compiler
 from train.build import build
 from train.config import RunConfig
@@ -44,7 +44,7 @@ def make_functional(
     """
     if inductor:
         need_compiler()
-    device = _join(rank)
+    device = join(rank)
     parts = build(run_config(setting, precision, rank.size, pipeline), rank.size)
     held = [ft.init_state(parts.plan, random.key(setting.seed, device=device), parts.optimizer)]
     tokens, labels = _batch(setting, rank, device)
@@ -53,8 +53,7 @@ def make_functional(
     step = ft.jit(step, parts.plan, donate=("state",), inductor=inductor)
 
     def run() -> float:
-        with ft.use_plan(parts.plan):
-            held[0], metrics = step(held[0], batch)
+        held[0], metrics = step(held[0], batch)  # not in use_plan, which would guard each operator of the graph
         return metrics["loss"].item()
 
     return Work(run, held_bytes(held[0]), device.type)
@@ -78,7 +77,7 @@ def make_torch(
         order = make_schedule(plan.schedule, plan.ranks, plan.microbatches, plan.stages_per_rank)
         if order.splits_backward:
             raise UserError(f"torch cannot take a compiled backward pass in halves, as {plan.schedule} does")
-    device = _join(rank)
+    device = join(rank)
     numbers = plan.stages_of(rank.rank)
     modules = _modules(setting, plan, numbers, device)
     if compiled:
@@ -93,11 +92,11 @@ def make_torch(
     parameters = list(modules.parameters())
     stages = [PipelineStage(m, i, len(plan.layers), device) for m, i in zip(modules, numbers)]
     kind = get_schedule_class(plan.schedule)
-    mean_loss = torch.compile(_mean_loss) if compiled else _mean_loss
+    token_losses = torch.compile(mean_loss) if compiled else mean_loss
     schedule = kind(
         stages if issubclass(kind, PipelineScheduleMulti) else stages[0],
         plan.microbatches,
-        loss_fn=lambda logits, labels: mean_loss(logits, labels) / plan.microbatches,
+        loss_fn=lambda logits, labels: token_losses(logits, labels) / plan.microbatches,
         scale_grads=False,
     )
     tokens, labels = _batch(setting, rank, device)
@@ -119,7 +118,7 @@ def make_torch(
 
 def run_config(setting: Setting, precision: Precision, size: int, pipeline: PipelineConfig) -> RunConfig:
     """The run whose step is measured, on the mesh pp=size."""
-    config = _config(setting, precision, size)
+    config = fsdp_config(setting, precision, size)
     train = attrs.evolve(config.train, batch_size=setting.batch_size, seq_len=setting.seq_len)
     return attrs.evolve(config, train=train, mesh=MeshConfig(pp=size), pipeline=pipeline)
 
@@ -183,4 +182,4 @@ def _clip(parameters: list[nn.Parameter]) -> None:
 
 def _batch(setting: Setting, rank: Rank, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and labels [batch, seq], the same on every rank."""
-    return _rows(setting, attrs.evolve(rank, rank=0, size=1), device)
+    return my_rows(setting, attrs.evolve(rank, rank=0, size=1), device)

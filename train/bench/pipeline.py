@@ -27,13 +27,13 @@ from train.bench.variants import Setting, model_config
 from train.config_text import ConfigError, near
 from train.layout_config import PipelineConfig
 
-NOTES = """Of each round: the median over its steps, of the slowest rank; then medians of the rounds. over: torch's for
-the same (jit over torch, jit+inductor over torch+compile), ratios taken within a round. peak: on the rank that needs
-most, the state and what a step adds (on a CPU in resident memory, on a GPU in allocated memory). start: capture and
-compilation, to the end of the first step. All ranks of a variant run at once, the variants in turn. All have the same
-layers in each stage, the same schedule and microbatches, and compute the same step: causal attention without document
-masks, the mean over all tokens, clipping by the norm over all stages, AdamW. torch: the module cut as in torchtitan,
-each stage a PipelineStage, its AdamW the fused one; +compile: each layer and the loss compiled."""
+NOTES = """Of each round: the median over its steps, of the slowest rank; then medians of the rounds. over: torch's
+for the same (jit over torch, jit+inductor over torch+compile), ratios taken within a round. peak: on the rank that
+needs most, the state and what a step adds (on a CPU in resident memory, on a GPU in allocated memory). start:
+capture and compilation, to the end of the first step. All ranks of a variant run at once, the variants in turn. All
+have the same layers in each stage, the same schedule and microbatches, and compute the same step: causal attention
+without document masks, the mean over all tokens, clipping by the norm over all stages, AdamW. torch: the module cut
+as in torchtitan, each stage a PipelineStage, its AdamW the fused one; +compile: each layer and the loss compiled."""
 PAIRS = {"jit": "torch", "jit+inductor": "torch+compile"}
 """What each of functitan's variants is compared with."""
 

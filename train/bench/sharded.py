@@ -70,10 +70,10 @@ def make_functional(
     """
     if inductor:
         need_compiler()
-    device = _join(rank)
-    parts = build(_config(setting, precision, rank.size), rank.size)
+    device = join(rank)
+    parts = build(fsdp_config(setting, precision, rank.size), rank.size)
     held = [ft.init_state(parts.plan, random.key(setting.seed, device=device), parts.optimizer)]
-    tokens, labels = _rows(setting, rank, device)
+    tokens, labels = my_rows(setting, rank, device)
     batch = ft.shard_batch(parts.plan, {"tokens": tokens, "labels": labels})
     step = make_train_step(parts.model, parts.optimizer, parts.schedule)
     if captured:
@@ -99,7 +99,7 @@ def make_fsdp2(
     """
     if compiled != "no":
         need_compiler()
-    device = _join(rank)
+    device = join(rank)
     mesh = init_device_mesh(device.type, (rank.size,), mesh_dim_names=("fsdp",))
     plan = ft.compile_specs(llama.declare(setting.model))
     # As init_state does it. Every rank holds the whole model for a moment.
@@ -111,8 +111,8 @@ def make_fsdp2(
             layer.compile(fullgraph=True)
     _shard(model, mesh, precision, setting.model.tied_embeddings, reshard)
     optimizer = make_adamw(model, LEARNING_RATE)
-    tokens, labels = _rows(setting, rank, device)
-    token_losses = torch.compile(_mean_loss) if compiled == "blocks" else _mean_loss
+    tokens, labels = my_rows(setting, rank, device)
+    token_losses = torch.compile(mean_loss) if compiled == "blocks" else mean_loss
 
     def loss_fn(tokens: Tensor, labels: Tensor) -> Tensor:
         return token_losses(model(tokens), labels)
@@ -130,7 +130,8 @@ def make_fsdp2(
     return Work(run, 3 * held_bytes(list(model.parameters())), device.type)
 
 
-def _config(setting: Setting, precision: Precision, size: int) -> RunConfig:
+def fsdp_config(setting: Setting, precision: Precision, size: int) -> RunConfig:
+    """Of a run over fsdp=size whose step is the one that all variants compute."""
     return RunConfig(
         model=setting.model,
         train=TrainConfig(precision=precision),
@@ -158,7 +159,8 @@ def _shard(model: Llama, mesh: DeviceMesh, precision: Precision, tied: bool, res
     fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
-def _mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+def mean_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Cross-entropy of PyTorch's models: logits [batch, seq, vocab], labels [batch, seq]."""
     return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
 
@@ -170,7 +172,7 @@ def _clip(parameters: list[nn.Parameter]) -> None:
     nn.utils.clip_grads_with_norm_(parameters, CLIP, norm, foreach=True)
 
 
-def _join(rank: Rank) -> torch.device:
+def join(rank: Rank) -> torch.device:
     """Meets the other ranks; gives this one's device."""
     torch.set_num_threads(rank.threads)
     device = default_device()
@@ -187,7 +189,7 @@ def _join(rank: Rank) -> torch.device:
     return device
 
 
-def _rows(setting: Setting, rank: Rank, device: torch.device) -> tuple[Tensor, Tensor]:
+def my_rows(setting: Setting, rank: Rank, device: torch.device) -> tuple[Tensor, Tensor]:
     """Tokens and labels of this rank: its rows of the global batch."""
     B, S = setting.batch_size, setting.seq_len
     key = random.key(setting.seed + 1, device=device)
